@@ -1,4 +1,4 @@
-"""Entry point of `python -m anyaccel`."""
+"""Entry point for `python -m anyaccel`."""
 
 from anyaccel.cli.entry import main
 

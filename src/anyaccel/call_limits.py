@@ -1,6 +1,6 @@
 """Validation of common call arguments: image sizes, steps, batch sizes and seeds.
 
-NumPy integers are accepted; `True` and `2.0` are not.
+NumPy integers are accepted; `True` and `2.0` are rejected.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SIZE = re.compile(r"(?P<width>[0-9]{1,18})([x\N{MULTIPLICATION SIGN}](?P<height
 
 
 def to_integer(value: Any) -> int | None:
-    """Convert an integer, for example of NumPy, to a Python `int`; return None for any other value."""
+    """Convert a Python or NumPy integer to `int`; return None for any other value."""
     if isinstance(value, bool):  # operator.index(True) is 1
         return None
     try:
@@ -64,7 +64,7 @@ def check_multiple(name: str, side: int, multiple: int) -> None:
 
 
 def parse_image_size(text: str) -> tuple[int, int]:
-    """Parse `512x768` into width and height; `512` is a square."""
+    """Parse an image size such as `512x768` into width and height; `512` means a square."""
     hint = "use WIDTHxHEIGHT in pixels, for example 512x768"
     # At most 18 digits: int() of a huge number would be slow.
     match = _SIZE.fullmatch(text.strip())
@@ -83,7 +83,7 @@ def check_steps(value: Any, *, hint: str = "for example num_inference_steps=20")
 
 
 def check_batch(value: Any, *, hint: str = "for example batch=1") -> int:
-    """Return the batch size of one call as an integer; raise if it is out of range."""
+    """Return the batch size as an integer; raise if it is out of range."""
     batch = to_integer(value)
     if batch is None or not 1 <= batch <= _LARGEST_BATCH:
         raise UsageError(f"the batch size must be an integer from 1 to {_LARGEST_BATCH}, not {value!r:.60}", hint=hint)
@@ -91,7 +91,7 @@ def check_batch(value: Any, *, hint: str = "for example batch=1") -> int:
 
 
 def read_seed(value: Any, *, hint: str = "for example seed=7") -> int:
-    """Return a seed as an integer; raise if `torch.Generator` would not accept it."""
+    """Return a seed as an integer; raise if `torch.Generator` does not accept it."""
     seed = to_integer(value)
     if seed is None or not 0 <= seed <= LARGEST_SEED:
         raise UsageError(f"a seed must be an integer from 0 to 2**64 - 1, not {value!r:.60}", hint=hint)
@@ -99,7 +99,7 @@ def read_seed(value: Any, *, hint: str = "for example seed=7") -> int:
 
 
 def read_seeds(seed: Any, images: int) -> tuple[int, ...]:
-    """Return one seed per image: the seeds of a list, or consecutive seeds that start at an integer."""
+    """Return one seed per image: the given list, or consecutive seeds starting at the given integer."""
     hint = "for example seed=7 or seed=[7, 8]"
     if not isinstance(seed, Sequence) or isinstance(seed, str):
         first = read_seed(seed, hint=hint)

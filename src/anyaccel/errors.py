@@ -56,7 +56,7 @@ __all__ = [
 
 
 class AnyaccelError(Exception):
-    """Base class of all exceptions that anyaccel raises on purpose."""
+    """Base class for all exceptions that anyaccel raises on purpose."""
 
     exit_status: ClassVar[int] = 3
 
@@ -79,7 +79,7 @@ def _rebuild(kind: type[AnyaccelError], message: str, hint: str) -> AnyaccelErro
 
 # Subclasses also derive from a built-in exception, so callers can catch them without importing anyaccel.
 class UsageError(AnyaccelError, ValueError):
-    """Invalid arguments, on any device."""
+    """Invalid arguments, regardless of the device."""
 
     exit_status = 2
 
@@ -101,7 +101,7 @@ class UnknownComponentError(UsageError):
 
 
 class ModelError(UsageError):
-    """Not a model, or a broken or untrusted one."""
+    """Invalid, broken or untrusted model."""
 
 
 class DeviceUnavailableError(AnyaccelError, RuntimeError):
@@ -130,7 +130,7 @@ class RealDeviceError(VirtualDeviceError):
 
 
 class DoesNotFitError(AnyaccelError, RuntimeError):
-    """A call needs more memory than the device has, under every memory rule."""
+    """A call needs more memory than the device has, in every memory mode."""
 
     exit_status = 1
 
@@ -162,7 +162,7 @@ class UpstreamError(AnyaccelError, RuntimeError):
 
 
 class PluginError(AnyaccelError):
-    """A backend plugin failed to load, or two have the same name."""
+    """A backend plugin failed to load, or two plugins have the same name."""
 
 
 def first_line(error: BaseException) -> str:
@@ -178,7 +178,7 @@ def first_line(error: BaseException) -> str:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return the class name and the first line of the message: `KeyError: 'a'`."""
+    """Return the class name and the first line of the message, such as `KeyError: 'a'`."""
     name, line = type(error).__name__, first_line(error)
     return name if line == name else f"{name}: {line}"
 
@@ -188,7 +188,7 @@ _MAX_LISTED, _MAX_SIMILAR = 60, 12
 
 
 def nearest(name: str, known: Iterable[str], also: Iterable[str] = ()) -> str:
-    """Return a hint for a misspelled name: `did you mean mps? known: cpu, cuda, …`.
+    """Return a hint for a misspelled name, such as `did you mean mps? known: cpu, cuda, …`.
 
     A long list is shortened to the most similar names. Names in `also` are suggested but not listed.
     """

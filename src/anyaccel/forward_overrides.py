@@ -1,15 +1,16 @@
 """Overrides of a module's `forward`. No other code in anyaccel assigns `forward`.
 
-A `ForwardOverrides` object sits in `module.__dict__["forward"]` and runs the overrides that were set for the module,
-outermost first, around the forward found at call time. The module is not wrapped: `isinstance`, adapters, `state_dict`,
-copies and pickles work as before.
+A `ForwardOverrides` object in `module.__dict__["forward"]` runs the overrides that were set for the module, outermost
+first, around the forward found at call time. The module is not wrapped: `isinstance`, adapters, `state_dict`, copies
+and pickles work as before.
 
-accelerate's and diffusers' hooks replace `module.forward` too and later restore the forward that they replaced. Both
-orders work: a hook added later runs around the overrides until `refresh_overrides` puts them on top again, which a
-placed pipeline does at every call. A removed hook may restore an older `ForwardOverrides`, which passes calls through.
+Hooks from accelerate and diffusers also replace `module.forward`, and later restore the forward that they replaced.
+Both orders work: a hook added later runs around the overrides until `refresh_overrides` moves them to the outside
+again, which a placed pipeline does on every call. Removing a hook may restore an older `ForwardOverrides`, which only
+passes calls through.
 
 Known limitations: a shallow copy of a module (`copy.copy`, `nn.DataParallel`) runs the original's weights, as with any
-replaced forward. An unpickled module has the `forward` of its class bound at load time, so it loads without anyaccel; a
+replaced forward. Unpickling binds the `forward` of the module's class, so a pickled module loads without anyaccel; a
 later patch of the class has no effect on that module until it is placed. See docs/decisions/0014-forward-overrides.md.
 """
 
@@ -49,7 +50,7 @@ OVERRIDES_KEY = "_anyaccel_overrides"
 
 
 class Slot(IntEnum):
-    """Positions of overrides; a module has at most one per slot, and lower slots run around higher ones."""
+    """Slots for overrides; a module has at most one override per slot, and lower slots run around higher ones."""
 
     INPUTS = 0
     """Device and dtype of inputs, torch function modes, NaN check."""
@@ -68,7 +69,7 @@ class Slot(IntEnum):
 
 
 class _Chain:
-    """The overrides of one module, stored in its `__dict__` next to the forward that runs them."""
+    """The overrides of one module, stored in its `__dict__` next to the `ForwardOverrides` that runs them."""
 
     def __init__(self) -> None:
         self.slots: dict[Slot, Override] = {}
@@ -94,7 +95,7 @@ def _find_chain(module: torch.nn.Module) -> _Chain | None:
 
 
 class ForwardOverrides:
-    """The callable in a module's `__dict__["forward"]`."""
+    """The callable stored in a module's `__dict__["forward"]`."""
 
     def __init__(self, module: torch.nn.Module, beneath: Forward | None, chain: _Chain) -> None:
         # A strong reference would form a cycle: a deleted pipeline would hold its memory until the next collection.
@@ -104,7 +105,7 @@ class ForwardOverrides:
         """Another library's replacement of the forward; None for the class's own, which is looked up at call time."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the overrides around the forward."""
+        """Run the overrides around the module's forward."""
         # Overrides have side effects that torch.compile, torch.export and vmap must not trace.
         if torch.compiler.is_compiling():
             return self._run_original(*args, **kwargs)
@@ -200,14 +201,14 @@ def remove_override(module: torch.nn.Module, slot: Slot) -> None:
 
 
 def refresh_overrides(module: torch.nn.Module) -> None:
-    """Move a module's overrides around hooks that replaced its forward since they were set."""
+    """Make a module's overrides outermost again, around hooks that replaced its forward in the meantime."""
     chain = _find_chain(module)
     if chain is not None:
         _install(module, chain)
 
 
 def run_beneath(module: torch.nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a module's forward with the overrides beneath a slot only."""
+    """Run a module's forward with only the overrides in slots beneath the given one."""
     chain = _find_chain(module)
     top = None if chain is None or chain.top is None else chain.top()
     if chain is None or top is None:
@@ -216,7 +217,7 @@ def run_beneath(module: torch.nn.Module, slot: Slot, args: tuple[Any, ...], kwar
 
 
 def _install(module: torch.nn.Module, chain: _Chain) -> None:
-    """Make the outermost forward of a module run its overrides."""
+    """Install the overrides as the outermost forward of a module."""
     forward = vars(module).get("forward")
     if isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward:
         forward = None  # a hook or a pickle restored the forward of the class

@@ -1,4 +1,4 @@
-"""Loggers, warnings and progress bars of other libraries; the only module that silences them.
+"""Control of loggers, warnings and progress bars of other libraries; the only module that silences them.
 
 Library calls (`anyaccel.place`, a pipeline call) drop only individual messages that do not apply to anyaccel. Whole
 libraries are silenced in commands, in worker processes, and while `anyaccel.explain` builds models without weights.
@@ -43,7 +43,7 @@ _ADVICE = (FLOAT32_ADVICE, *SAFETY_ADVICE)
 
 @contextmanager
 def drop_log_records(logger: str, text: str = "") -> Iterator[None]:
-    """Drop the records of a logger that contain a text during the block; all records without a text."""
+    """Drop a logger's records that contain a text during the block; an empty text drops all records."""
 
     def keep(record: logging.LogRecord) -> bool:
         return text not in record.getMessage()
@@ -57,27 +57,27 @@ def drop_log_records(logger: str, text: str = "") -> Iterator[None]:
 
 @functools.cache
 def drop_log_records_always(logger: str, start: str) -> None:
-    """Drop the records of a logger that start with a text from now on; calling it again has no effect."""
+    """Drop a logger's records that start with a text from now on; repeated calls have no effect."""
     logging.getLogger(logger).addFilter(lambda record: not record.getMessage().startswith(start))
 
 
 def log_errors_only(library: str) -> None:
-    """Set the log level of a library to ERROR."""
+    """Set a library's log level to ERROR."""
     logging.getLogger(library).setLevel(logging.ERROR)
 
 
 def silence_process() -> None:
-    """Drop all warnings from now on, logged or not; for worker processes."""
+    """Drop Python warnings and log records up to level WARNING from now on; for worker processes."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
 
 @contextmanager
 def quiet_libraries(*, everything: bool = False) -> Iterator[None]:
-    """Drop developer messages of libraries during the block, unless the user requested them.
+    """Drop developer messages from libraries during the block, unless the user requested them.
 
-    The user requests them with `-W` or with a variable such as `TRANSFORMERS_VERBOSITY`. `everything` also drops the
-    warnings of diffusers and all Python warnings, for example for a model that is built without weights.
+    The user requests them with `-W` or with a variable such as `TRANSFORMERS_VERBOSITY`. `everything` also drops
+    diffusers warnings and all Python warnings, for example for a model that is built without weights.
     """
     with ExitStack() as stack:
         for library in ("transformers", "diffusers") if everything else ("transformers",):
@@ -93,7 +93,7 @@ def quiet_libraries(*, everything: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _only_errors(library: str) -> Iterator[None]:
-    """Log only the errors of a library during the block."""
+    """Limit a library to logging errors during the block."""
     # The variable covers later imports and child processes, the level a library that is already imported.
     variable, logger = f"{library.upper()}_VERBOSITY", logging.getLogger(library)
     if variable in os.environ:
@@ -125,9 +125,9 @@ def no_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def no_transformers_bars() -> Iterator[None]:
-    """Hide the progress bar that transformers shows per model during the block.
+    """Hide the progress bar that transformers shows for each model during the block.
 
-    This also hides the bars of huggingface_hub, so download models first.
+    This also hides the huggingface_hub progress bars, so download models first.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -143,7 +143,7 @@ def no_transformers_bars() -> Iterator[None]:
 
 
 def use_process_local_tqdm_lock() -> None:
-    """Replace tqdm's lock, which is shared between processes, with a lock of this process."""
+    """Replace tqdm's lock, which is shared between processes, with a process-local lock."""
     # The default is a named semaphore, which a killed process leaks: https://github.com/tqdm/tqdm/issues/611
     from tqdm import tqdm
 

@@ -1,7 +1,7 @@
-"""Progress events of image generation and of batch runs.
+"""Progress events for image generation and batch runs.
 
-`generate`, `warm` and `batch` display them (`cli/progress.py`). The library API shows the progress bars of diffusers;
-the chart, `check`, `bench`, `verify` and the service have their own callbacks and events.
+`generate`, `warm` and `batch` display them (`cli/progress.py`). The library API shows the diffusers progress bars; the
+chart, `check`, `bench`, `verify` and the service have their own callbacks and events.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class StoppedError(Exception):
 
 
 class ProgressListener:
-    """Receives progress events and ignores them; subclasses override the methods for the events that they show.
+    """Receiver of progress events that ignores all of them; subclasses override methods for the events they show.
 
     An exception raised by a method stops the run.
     """
@@ -32,7 +32,7 @@ class ProgressListener:
         """Called when a run over rows begins; `done` rows were finished earlier."""
 
     def on_row(self, done: int, total: int, text: str) -> None:
-        """Called after `done` rows; `text` contains the rate and the number of failures."""
+        """Called after `done` rows; `text` contains the rate and the failure count."""
 
     def on_message(self, text: str) -> None:
         """Called with a message for the user."""

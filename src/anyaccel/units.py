@@ -10,7 +10,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a size such as `16GiB`, `512MB` or `1000`."""
+    """Parse a memory size such as `16GiB`, `512MB` or `1000` into bytes."""
     trimmed = text.strip().upper()
     digits = trimmed.rstrip("KMGIB")
     unit = trimmed[len(digits) :] or "B"
@@ -25,7 +25,7 @@ def parse_size(text: str) -> int:
 
 
 def readable(size: int) -> str:
-    """Format bytes: `1.5 GiB`, `312 MiB`."""
+    """Format a size in bytes, such as `1.5 GiB` or `312 MiB`."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= factor:
             return f"{size / factor:.3g} {unit}" if size < 100 * factor else f"{size / factor:.0f} {unit}"

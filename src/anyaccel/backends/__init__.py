@@ -1,4 +1,4 @@
-"""Backends: sheets and drivers of all accelerators, and the registry that finds them.
+"""Backends: the sheets and drivers for all accelerators, and the registry that finds them.
 
 To add an accelerator, add a module with a `BACKEND` to `devices`, or publish one as a plugin.
 """

@@ -1,4 +1,7 @@
-"""Availability of devices, with the reason. Decided from plain data, so it can be tested for any machine."""
+"""Device availability, with the reason if a device is not available.
+
+Availability is decided from plain data, so it can be tested for any machine.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class Device:
 
 
 def find_unmet(sheet: Sheet, machine: Machine) -> list[Requirement]:
-    """Return the requirements that a machine does not meet."""
+    """Return the requirements that a machine does not meet; only the first if the operating system is wrong."""
     unmet = [requirement for requirement in sheet.requirements if requirement.unmet(machine) is not None]
     # On the wrong operating system, hints to install packages would mislead.
     wrong_system = any(isinstance(requirement, SystemIs) for requirement in unmet)
@@ -50,7 +53,7 @@ def find_unmet(sheet: Sheet, machine: Machine) -> list[Requirement]:
 def check_availability(
     sheet: Sheet, machine: Machine, reported: tuple[str, ...] | str, origin: str = BUILT_IN, name: str = ""
 ) -> Device:
-    """Return the availability of a device; `reported` holds the names from its software, or an error message."""
+    """Return the availability of a device; `reported` holds the device names from its software, or an error message."""
     problem = _find_problem(sheet, machine, reported)
     names = () if problem or isinstance(reported, str) else reported
     if problem:
@@ -73,7 +76,7 @@ def check_availability(
 
 
 def make_virtual_device(sheet: Sheet, count: int) -> Device:
-    """Return the availability of a virtual device, marked as virtual in title, reason and names."""
+    """Return the availability of a virtual device; its title, reason and names say that it is virtual."""
     return Device(
         name=sheet.name,
         title=f"{sheet.title}, virtual",
@@ -87,7 +90,7 @@ def make_virtual_device(sheet: Sheet, count: int) -> Device:
 
 
 def make_broken_device(plugin: BrokenPlugin) -> Device:
-    """Return a plugin that failed to load as an unavailable device."""
+    """Return an unavailable device for a plugin that failed to load."""
     return Device(
         name=plugin.name,
         title=f"plugin from {plugin.origin}",
@@ -99,7 +102,7 @@ def make_broken_device(plugin: BrokenPlugin) -> Device:
 
 
 def _find_problem(sheet: Sheet, machine: Machine, reported: tuple[str, ...] | str) -> tuple[str, str] | None:
-    """Return why a device is not available, and a hint; None if it is available."""
+    """Return why a device is not available, with a hint, or None if it is available."""
     unmet = find_unmet(sheet, machine)
     if unmet:
         reasons = "; ".join(str(requirement.unmet(machine)) for requirement in unmet)
@@ -117,7 +120,7 @@ def _find_problem(sheet: Sheet, machine: Machine, reported: tuple[str, ...] | st
 
 
 def _format_hardware(sheet: Sheet, machine: Machine) -> str:
-    """Return a note on whether the hardware itself is present, if Linux has device files for it."""
+    """Return a note on whether the hardware is present; empty if there are no Linux device files to check."""
     # Device files exist without the vendor's user-space software, so they tell missing hardware from missing packages.
     if machine.system != "Linux" or not sheet.device_files:
         return ""

@@ -1,4 +1,4 @@
-"""URLs that several sheets cite; URLs of one vendor are in the module of its sheet."""
+"""URLs cited by several sheets; vendor-specific URLs are in the module with that vendor's sheet."""
 
 from __future__ import annotations
 

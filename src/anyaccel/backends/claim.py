@@ -1,6 +1,6 @@
 """Claims about a device and their evidence: the entries of a sheet.
 
-All classes are frozen and use only standard types, so sheets can be read without torch.
+All classes are frozen and use only standard types, so sheets can be read without importing torch.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Yes(Claim):
-    """The device supports it."""
+    """A claim that the device supports a feature."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limit(Claim):
-    """The device does not support it, or not correctly."""
+    """A claim that the device does not support a feature, or not correctly."""
 
     effect: Effect
     hint: str = ""
@@ -116,7 +116,7 @@ class Limit(Claim):
 
 
 def read_version(text: str | None) -> Version | None:
-    """Return a version for comparisons, or None if it is invalid; a pre-release counts as its release."""
+    """Return a version for comparisons, or None if the text is invalid; a pre-release counts as its release."""
     try:
         # 2.8.0.dev1 sorts before 2.8.0, but a nightly has the behavior of the release that it leads to.
         return Version(Version(str(text)).base_version)
@@ -166,7 +166,7 @@ class OperationLimit(Limit):
 
 @dataclass(frozen=True, kw_only=True)
 class Quirk(Limit):
-    """A behavior that fits no other class; code reacts to the names in `quirks.py`."""
+    """A behavior that fits no other class; the names that code reacts to are in `quirks.py`."""
 
     name: str
     information_only: bool = False
@@ -186,7 +186,7 @@ class Quirk(Limit):
 
 @dataclass(frozen=True, kw_only=True)
 class Unknown:
-    """An explicit gap: information was searched for and not found."""
+    """An explicit gap: no source was found for this claim."""
 
     says: str
 

@@ -11,7 +11,7 @@ __all__ = ["make_recorder"]
 
 
 def make_recorder(index: int, pool: Any) -> Recorder:
-    """Return a recorder for one CUDA device that allocates from one memory pool."""
+    """Return a recorder for one CUDA device; its graphs share one memory pool."""
     import torch
 
     def record(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
@@ -25,7 +25,7 @@ def make_recorder(index: int, pool: Any) -> Recorder:
 
 
 def _read_settings() -> tuple[Any, ...]:
-    """Return the settings that select kernels: determinism, TF32, reduced precision, attention backends."""
+    """Return the settings that affect kernel selection: determinism, TF32, reduced precision, attention backends."""
     import torch
 
     backends: Any = torch.backends

@@ -1,4 +1,4 @@
-"""Finding and opening devices by the names that users write."""
+"""Lookup and opening of devices by user-facing name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _MAX_DEVICES = 1024
 
 @dataclass(frozen=True)
 class OpenDevice:
-    """An available device: its sheet with conditions resolved for this machine, its driver and its index."""
+    """An available device: its driver, its index, and its sheet with conditions resolved for this machine."""
 
     sheet: Sheet
     driver: Driver
@@ -57,7 +57,7 @@ class OpenDevice:
 
     @property
     def torch_device(self) -> torch.device:
-        """The `torch.device`, with an index: `torch.device("cuda:0")`."""
+        """The `torch.device` with its index: `torch.device("cuda:0")`."""
         import torch
 
         self.driver.load()
@@ -65,7 +65,7 @@ class OpenDevice:
 
     @property
     def tensor_device(self) -> torch.device:
-        """The `torch.device` that tensors report: without an index on the CPU."""
+        """The `torch.device` that tensors on this device report; it has no index on the CPU."""
         import torch
 
         return torch.device(self.sheet.torch_name) if self.sheet.is_host else self.torch_device
@@ -88,15 +88,15 @@ def devices() -> list[Device]:
 
 
 def register_virtual(sheet: Sheet, count: int) -> None:
-    """Register a virtual device of this process; called by the emulator."""
+    """Register a virtual device in this process; called by the emulator."""
     _VIRTUAL[sheet.name] = (sheet, count)
     _open_at.cache_clear()  # the name may have been opened as a real device before
 
 
 def read_device(device: str | int | torch.device | DeviceSpec) -> DeviceSpec:
-    """Return the spec of a device argument; an integer is an index of the `auto` device.
+    """Parse a device argument into a spec; an integer is an index of the `auto` device.
 
-    `auto` is replaced by the value of `ANYACCEL_DEVICE`, if set. Only an integer queries the available devices.
+    `auto` is replaced by the value of `ANYACCEL_DEVICE`, if set. Available devices are queried only for an integer.
     """
     if isinstance(device, int) and not isinstance(device, bool):
         spec = read_device(AUTO)
@@ -108,7 +108,7 @@ def read_device(device: str | int | torch.device | DeviceSpec) -> DeviceSpec:
 
 
 def sheet(name: str | torch.device | DeviceSpec) -> Sheet:
-    """Return the sheet of a device or product, available or not: `anyaccel.sheet("neuron")`.
+    """Return the sheet for a device or product, whether or not it is available: `anyaccel.sheet("neuron")`.
 
     `cuda` returns the ROCm sheet if torch is a ROCm build; `rocm` always does.
     """
@@ -139,10 +139,10 @@ def is_available(name: str | torch.device | DeviceSpec) -> bool:
 
 
 def open_device(device: str | torch.device | DeviceSpec = AUTO) -> OpenDevice:
-    """Open a device by name, name with index, product, `torch.device` or `auto`.
+    """Open a device given by name, name with index, product, `torch.device` or `auto`.
 
-    `auto` is the value of `ANYACCEL_DEVICE`, or else the best available device. Without an index, the current device
-    of the process is opened. A virtual device must have been started before.
+    `auto` is the value of `ANYACCEL_DEVICE`, or else the best available device. Without an index, the process's current
+    device is opened. A virtual device must have been started before.
     """
     spec = DeviceSpec.parse(device, load_registry())
     spec = read_device(spec) if spec.name == AUTO else spec
@@ -168,7 +168,7 @@ def _find_best() -> str:
 
 
 def _list_indices(spec: DeviceSpec) -> Sequence[int]:
-    """Return the indices that match a spec; raise if there are none."""
+    """Return the device indices that match a spec; raise if there are none."""
     name = spec.name
     if spec.virtual and name not in _VIRTUAL:
         raise DeviceUnavailableError(
@@ -197,7 +197,7 @@ def _list_indices(spec: DeviceSpec) -> Sequence[int]:
 
 
 def _filter_by_product(spec: DeviceSpec, count: int) -> Sequence[int]:
-    """Return the indices of devices of the spec's product, if it names one."""
+    """Return the device indices that match the spec's product, or all indices if it names no product."""
     indices = range(count) if spec.index is None else [spec.index]
     if spec.product is None or spec.virtual:  # a virtual device was started as that product
         return indices
@@ -206,7 +206,7 @@ def _filter_by_product(spec: DeviceSpec, count: int) -> Sequence[int]:
 
 @functools.cache
 def _open_at(name: str, index: int) -> OpenDevice:
-    """Open one available device; conditions of its sheet are resolved by product, by version, then by probing."""
+    """Open one available device; sheet conditions are resolved by product, then by version, then by probing."""
     # Probing comes last: it runs on the device, so it covers only what product and versions leave open.
     make_driver = load_registry().backend(name).driver
     if name in _VIRTUAL:
@@ -224,7 +224,7 @@ def _driver(name: str) -> Driver:
 
 
 def _count(name: str) -> int | str:
-    """Return the number of devices, or the error message of the vendor's software."""
+    """Return the number of devices, or the error message from the vendor's software."""
     return _VIRTUAL[name][1] if name in _VIRTUAL else _count_real(name)
 
 

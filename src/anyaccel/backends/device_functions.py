@@ -39,10 +39,10 @@ _SHORT_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16":
 
 
 def adjust_dtype(dtype: str | torch.dtype, device: str | torch.device) -> torch.dtype:
-    """Return the dtype to use on a device instead of one that it lacks: float32 for float64 on `mps`.
+    """Return a dtype that the device supports, for example float32 instead of float64 on `mps`.
 
-    Works from the sheet for devices that are not available. A dtype without a replacement, such as fp8, is returned
-    unchanged.
+    For a device that is not available, the result comes from its sheet. A dtype without a replacement, such as fp8, is
+    returned unchanged.
     """
     name = dtype_name(dtype)
     device_sheet = open_device(device).sheet if str(device) == "auto" else sheet(device)
@@ -61,10 +61,11 @@ def randn(
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return normally distributed noise on a device, drawn on the CPU if the device has no random numbers.
+    """Return normally distributed noise on a device, drawn on the CPU if the device cannot generate random numbers.
 
-    A generator draws on its own device; a list of generators draws one image each. Noise is drawn in float32 and cast,
-    so a seed gives the same noise in every dtype. A dtype that the device lacks is replaced as by `adjust_dtype`.
+    A generator draws on its own device; with a list of generators, each draws one image. Noise is drawn in float32 and
+    cast, so a seed produces the same noise in every dtype. A dtype that the device lacks is replaced as by
+    `adjust_dtype`.
     """
     import torch
 
@@ -85,13 +86,13 @@ def randn(
 
 
 def manual_seed(device: str | torch.device, seed: int) -> None:
-    """Seed the CPU and all devices of that kind: `anyaccel.manual_seed("xpu", 7)`."""
+    """Seed the CPU and all devices of one kind: `anyaccel.manual_seed("xpu", 7)`."""
     checked = read_seed(seed)
     open_device(device).driver.manual_seed(checked)
 
 
 def device_count(device: str | torch.device = "auto") -> int:
-    """Return the number of devices of that kind that this process can use; 0 if there are none."""
+    """Return the number of devices of one kind that this process can use; 0 if there are none."""
     if str(device) == "auto":
         return open_device().driver.count()
     # 0 for a known device that is not available, like torch.cuda.device_count().
@@ -106,7 +107,7 @@ def synchronize(device: str | torch.device = "auto") -> None:
 
 
 def empty_cache(device: str | torch.device = "auto") -> None:
-    """Release cached memory of the allocator."""
+    """Release the allocator's cached memory."""
     open_device(device).driver.empty_cache()
 
 
@@ -123,13 +124,13 @@ def max_memory(device: str | torch.device = "auto") -> int:
 
 
 def reset_peak_memory(device: str | torch.device = "auto") -> None:
-    """Reset the peak that `max_memory` returns."""
+    """Reset the peak memory that `max_memory` returns."""
     opened = open_device(device)
     opened.driver.reset_peak_memory(opened.index)
 
 
 def supports_training(device: str | torch.device) -> bool:
-    """Return whether the sheet of a device says that training is supported."""
+    """Return whether a device supports training, according to its sheet."""
     return (open_device().sheet if str(device) == "auto" else sheet(device)).trains
 
 
@@ -164,13 +165,13 @@ def _check_generators(size: tuple[int, ...], generators: Sequence[torch.Generato
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:
-    """Return `float64` for `"float64"`, `"fp64"`, `"torch.float64"` or `torch.float64`."""
+    """Return the canonical dtype name: `float64` for `"fp64"`, `"torch.float64"` or `torch.float64`."""
     name = str(dtype).removeprefix("torch.")
     return str(dtype_of(_SHORT_NAMES.get(name, name))).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the torch dtype of that name."""
+    """Return the torch dtype with this name."""
     import torch
 
     dtype = getattr(torch, name, None)

@@ -46,7 +46,7 @@ class DeviceSpec:
 
     @classmethod
     def parse(cls, device: object, registry: Registry, given_by: str = "") -> DeviceSpec:
-        """Parse a device string or a `torch.device`; names, products and aliases are those of the registry's sheets."""
+        """Parse a device string or a `torch.device`, with the names, products and aliases known to the registry."""
         if isinstance(device, DeviceSpec):
             return device
         text = str(device).strip()
@@ -77,13 +77,13 @@ class DeviceSpec:
         return ",".join([head, *options])
 
     def with_index(self, index: int) -> DeviceSpec:
-        """Return the spec of one device of this kind."""
+        """Return the spec for one device of this kind."""
         if index < 0:
             raise UsageError(f"{index} is not a valid device index", hint="indices start at 0")
         return replace(self, index=index)
 
     def require_name(self) -> str:
-        """Return the name; raise if the string has more than a name, for callers that cannot honor the rest."""
+        """Return the device name; raise if the spec has more than a name, for callers that support only a name."""
         if self != DeviceSpec(name=self.name, virtual=self.virtual):
             raise UsageError(
                 f"{self} is more than a device name{self.given_by}",
@@ -102,7 +102,7 @@ class DeviceSpec:
         return count
 
     def count_hint(self) -> str:
-        """Return a hint on the count of virtual devices, which version 0.1 wrote after the colon."""
+        """Return a hint on how to write the number of virtual devices; version 0.1 put it after the colon."""
         count = self.index or 2
         return (
             f"use {VIRTUAL_PREFIX}{self.name},count={count} for {count} devices, "
@@ -111,12 +111,12 @@ class DeviceSpec:
 
 
 def read_device_name(text: str) -> str:
-    """Return the name in `hpu:3` without checking it: records may come from machines with other plugins."""
+    """Return the device name in `hpu:3` without validation: records may come from machines with other plugins."""
     return text.partition(":")[0]
 
 
 def _read_suffix(spec: DeviceSpec, suffix: str, text: str) -> DeviceSpec:
-    """Return the spec with the index or memory size that follows the colon."""
+    """Return the spec with the index or memory size after the colon."""
     if _INDEX.fullmatch(suffix):
         return replace(spec, index=int(suffix))
     word = spec.product or spec.name
@@ -140,7 +140,7 @@ def _read_suffix(spec: DeviceSpec, suffix: str, text: str) -> DeviceSpec:
 
 
 def _read_options(spec: DeviceSpec, options: list[str], text: str, registry: Registry) -> DeviceSpec:
-    """Return the spec with the options that follow the commas."""
+    """Return the spec with the options after the commas."""
     if not spec.virtual:
         raise _invalid(text, spec.given_by, "only a virtual device has options", f"use {VIRTUAL_PREFIX}{text}")
     seen: set[str] = set()
@@ -175,7 +175,7 @@ def _read_count(value: str, spec: DeviceSpec) -> int:
 
 
 def _read_memory(spec: DeviceSpec, value: str, text: str, registry: Registry) -> DeviceSpec:
-    """Return the spec with a memory size, or with the memory and limits of a product."""
+    """Return the spec with a memory size, or with a product, which sets both memory and limits."""
     if spec.product is not None:
         raise _invalid(text, spec.given_by, f"{spec.product} is a product with a fixed memory size")
     # memory=gaudi2 also applies the limits of that product, unlike memory=96GB.

@@ -1,6 +1,6 @@
-"""Drivers: operations on a device, through its torch device module.
+"""Drivers: device operations, by default through the torch device module.
 
-A backend overrides only what differs. Capabilities are not decided here; they are on the sheet.
+A backend overrides only what differs. Capabilities are defined on the sheet, not here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAX_PINNED_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one device."""
+    """The used, free and total memory of one device."""
 
     used_bytes: int
     """Bytes of this process's tensors; on the CPU, of the whole process."""
@@ -47,7 +47,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Recorder:
-    """Captures device work as a graph for replay."""
+    """A recorder that captures device work as a graph for replay."""
 
     record: Record
     warmup_runs: int = 2
@@ -74,7 +74,7 @@ class Driver:
             importlib.import_module(module)
 
     def module(self) -> ModuleType:
-        """Return the torch module of the device: `torch.xpu`."""
+        """Return the torch module for the device, such as `torch.xpu`."""
         import torch
 
         self.load()
@@ -93,12 +93,12 @@ class Driver:
         return int(getattr(current, "index", current) or 0)
 
     def device_name(self, index: int) -> str:
-        """Return the name that the device reports, or the title of the sheet."""
+        """Return the name that the device reports, or else the title of the sheet."""
         get_name = getattr(self.module(), "get_device_name", None)
         return self.sheet.title if get_name is None else str(get_name(index))
 
     def product(self, index: int) -> str | None:
-        """Return the product on the sheet that matches the reported name; None if no product matches."""
+        """Return the product from the sheet that matches the name the device reports, or None."""
         name = self.device_name(index)
         for product in self.sheet.products:
             if product.reported_as and re.search(product.reported_as, name):
@@ -110,7 +110,7 @@ class Driver:
         self.module().synchronize(index)
 
     def record_event(self, index: int) -> Callable[[], None]:
-        """Return a function that waits for the work enqueued so far; by default it waits for all work."""
+        """Return a function that waits for the work enqueued so far; the default waits for all work."""
         return functools.partial(self.synchronize, index)
 
     def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -121,7 +121,7 @@ class Driver:
         return tensor.pin_memory().to(device, non_blocking=True)
 
     def side_stream(self, index: int) -> AbstractContextManager[Any]:
-        """Return a context in which work is enqueued on a separate stream, concurrently with earlier work."""
+        """Return a context that enqueues work on a separate stream, so it runs concurrently with earlier work."""
         if not self.has_events:
             return nullcontext()
         module = self.module()
@@ -131,7 +131,7 @@ class Driver:
         return stream
 
     def empty_cache(self) -> None:
-        """Release cached memory of the allocator, if the device has a caching allocator."""
+        """Release the allocator's cached memory, if the device has a caching allocator."""
         release = getattr(self.module(), "empty_cache", None)
         if release is not None:
             release()
@@ -156,7 +156,7 @@ class Driver:
         return Memory(used_bytes=int(get_used(index)), free_bytes=int(free), total_bytes=int(total))
 
     def max_memory(self, index: int) -> int:
-        """Return the peak bytes of tensors since the last reset."""
+        """Return the peak tensor memory in bytes since the last reset."""
         return int(self._find_function("max_memory_allocated")(index))
 
     def reset_peak_memory(self, index: int) -> None:
@@ -164,18 +164,18 @@ class Driver:
         self._find_function("reset_peak_memory_stats")(index)
 
     def capture(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return a model that is captured as a device graph, for sheets with a mode that captures."""
+        """Return the model wrapped to run as a captured device graph, for sheets with a capturing mode."""
         raise NotMeasurableError(
             f"{self.sheet.title} ({self.sheet.name}) does not support device graphs",
             hint="use another mode, such as eager",
         )
 
     def recorder(self, index: int) -> Recorder | None:
-        """Return a recorder that captures device graphs; None if the device has none."""
+        """Return a recorder that captures device graphs, or None if the device does not support them."""
         return None
 
     def resolve_conditions(self, device: torch.device) -> Sheet:
-        """Return the sheet with every contradicted or conditional dtype probed on the device."""
+        """Probe each dtype with a conditional or disputed limit on the device, and return the updated sheet."""
         # Slow dtypes are not probed, because a correct result says nothing about time. Neither is fp8, which supports
         # storage and scaled products but not the addition of the probe.
         dtypes = self.sheet.dtypes
@@ -190,7 +190,7 @@ class Driver:
         return replace(self.sheet, dtypes=replace(dtypes, **changes)) if changes else self.sheet
 
     def _find_function(self, name: str, accelerator_name: str | None = None) -> Any:
-        """Return a memory function of the device module, or else of `torch.accelerator`."""
+        """Return a memory function from the device module, or else from `torch.accelerator`."""
         import torch
 
         own = getattr(self.module(), name, None)

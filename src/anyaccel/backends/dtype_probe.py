@@ -1,4 +1,7 @@
-"""Probe of a dtype on a device, for sheets with contradicting sources (docs/decisions/0002-asking-the-device.md)."""
+"""A probe that tests a dtype on a device, for sheets with contradicting sources.
+
+See docs/decisions/0002-asking-the-device.md.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ _DEFAULT_VALUES = (2.0, 1.0)
 
 
 def probe_dtype(dtype: str, device: torch.device) -> Effect | None:
-    """Return `error`, `narrowed` or `wrong` for a dtype on a device; None if it works.
+    """Return how a dtype fails on a device (`error`, `narrowed` or `wrong`), or None if it works.
 
-    Two values are moved to the device, added and read back. This covers storage and addition, not every kernel.
+    Two values are copied to the device, added and read back. This covers storage and addition, not every kernel.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Evidence files: results of verifying a sheet on a device, written by `anyaccel devices NAME --verify`.
 
-A file lists which claims of a sheet were confirmed, contradicted or not tried. Its digest detects manual changes. Files
-from virtual devices and files without a sign-off are rejected.
+A file lists which claims on a sheet were confirmed, contradicted or not tested. Its digest detects manual changes.
+Files from virtual devices and files without a sign-off are rejected.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Verdict: TypeAlias = Literal["agrees", "contradicts", "new", "not tried"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One claim of the sheet, tested on the device."""
+    """The test result for one claim on the sheet."""
 
     claim: str
     """Its name on the sheet: `dtypes.float64`."""
@@ -56,7 +56,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineFinding:
-    """One tiny pipeline on the device, compared with the image of the CPU."""
+    """The result of one tiny pipeline on the device, compared with its CPU image."""
 
     recipe: str
     pipeline: str
@@ -102,19 +102,19 @@ class Verification:
 
     @property
     def digest(self) -> str:
-        """The sha256 of the content."""
+        """The SHA-256 digest of the content."""
         # Canonical JSON, independent of the layout of the file.
         content = json.dumps(self._content(), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return "sha256:" + hashlib.sha256(content.encode()).hexdigest()
 
     @property
     def holds(self) -> bool:
-        """Whether nothing contradicts the sheet and every tested pipeline matches the CPU."""
+        """Whether no finding contradicts the sheet and every tested pipeline matches the CPU."""
         agrees = all(finding.verdict != "contradicts" for finding in self.findings)
         return agrees and all(pipeline.right is not False for pipeline in self.pipelines)
 
     def to_json(self) -> str:
-        """Return the content of the file with its digest; one line per field and per finding, for readable diffs."""
+        """Return the file content with its digest, with one line per field and per finding for readable diffs."""
         content = self._content() | {"digest": self.digest}
         return (
             "{\n" + ",\n".join(f" {_dump(name)}: {_format_value(value)}" for name, value in content.items()) + "\n}\n"
@@ -174,7 +174,7 @@ def _build(content: dict[str, Any]) -> Verification:
 
 @functools.cache
 def load_verifications(folder: Path = _PACKAGED) -> Mapping[str, Verification]:
-    """Return the verifications in the package by their path in the repository; raise for virtual or unsigned ones."""
+    """Return the packaged verifications by their path in the repository; raise if one is virtual or unsigned."""
     verifications = {}
     for path in sorted(folder.glob("*.json")):
         name = f"{FOLDER}/{path.name}"
@@ -194,7 +194,7 @@ def load_verifications(folder: Path = _PACKAGED) -> Mapping[str, Verification]:
 
 
 def merge_evidence(sheet: Sheet, verifications: Mapping[str, Verification]) -> Sheet:
-    """Return the sheet with verification results: confirmed, contradicted and newly answered claims."""
+    """Return the sheet updated with verification results: confirmed, contradicted and newly answered claims."""
     for file, verification in verifications.items():
         # Virtual devices enforce the sheet itself, so they cannot confirm it.
         if verification.device != sheet.name or verification.virtual:
@@ -226,7 +226,7 @@ def _merge_finding(claim: Claim | Unknown, finding: Finding, verification: Verif
 
 
 def _answer(claim: Unknown, finding: Finding, entry: EvidenceEntry) -> Claim | Unknown:
-    """Return a claim that answers an open question with the result of a verification."""
+    """Return the claim that replaces an `Unknown`, based on the verification result."""
     says = f"Not documented; tested on the device. {finding.detail}".strip()
     if finding.seen == "yes":
         return Yes(says=says, source=entry.file, evidence="hardware", seen_on=(entry,))

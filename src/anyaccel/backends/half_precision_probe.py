@@ -1,4 +1,7 @@
-"""Benchmark of half precision on this CPU: takes a fraction of a second, and the result is cached on disk."""
+"""Benchmark of half precision on this CPU.
+
+It takes a fraction of a second, and the result is cached on disk.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _TIMEOUT_S = 0.25
 
 @functools.cache
 def measure_half_precision() -> dict[str, float]:
-    """Return the time of each half precision relative to float32: `{"bfloat16": 0.6, "float16": 350.0}`."""
+    """Return the run time of each half-precision dtype relative to float32: `{"bfloat16": 0.6, "float16": 350.0}`."""
     import torch
 
     # Whether a CPU has fast half precision depends on its features and on torch's kernels.
@@ -33,7 +36,7 @@ def measure_half_precision() -> dict[str, float]:
 
 
 def _time(dtype: str) -> float:
-    """Return the seconds of a matrix product and a convolution, which dominate a denoiser; the best of a few rounds."""
+    """Return the best time in seconds for a matrix product and a convolution, which dominate a denoiser."""
     import torch
 
     torch_dtype: torch.dtype = getattr(torch, dtype)

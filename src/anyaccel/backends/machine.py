@@ -1,4 +1,4 @@
-"""Description of a machine as plain data, from which the availability of devices is decided."""
+"""Machine descriptions as plain data, used to decide which devices are available."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REPORTED_PACKAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a process can find out about its machine without initializing a device."""
+    """The properties of a machine that a process can read without initializing a device."""
 
     system: str
     """The value of `platform.system()`: `Linux`, `Darwin`, `Windows`."""
@@ -101,7 +101,7 @@ def _read_torch_builds() -> dict[str, str]:
 
 
 def _count_files(pattern: str, vendor: str) -> int:
-    """Return the number of files that match a pattern; only those of one PCI vendor if `vendor` is set."""
+    """Return the number of files that match a pattern, restricted to one PCI vendor if `vendor` is set."""
     names = [Path(path).name for path in glob.glob(pattern)]
     if not vendor:
         return len(names)

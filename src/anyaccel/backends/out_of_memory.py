@@ -1,4 +1,4 @@
-"""Detection of out-of-memory errors of all vendors."""
+"""Detection of out-of-memory errors from all vendors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of the quirks that code reacts to; all others must be marked as information only."""
+"""Names of the quirks that code reacts to; all other quirks must be marked as information only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Registry of backends: the built-in ones and installed plugins.
 
-A backend is the `BACKEND` of a module in `devices`, or an object that an entry point of the group `anyaccel.backends`
-loads. A plugin overrides a built-in backend of the same name; two plugins of the same name are an error.
+A backend is the `BACKEND` of a module in `devices`, or an object loaded by an entry point in the `anyaccel.backends`
+group. A plugin overrides a built-in backend with the same name; two plugins with the same name are an error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Backend:
         return (self.sheet, *self.variants)
 
     def sheet_on(self, machine: Machine) -> Sheet:
-        """Return the sheet that matches the torch build of a machine."""
+        """Return the sheet that matches the machine's torch build."""
         for sheet in self.sheets:
             if sheet.torch_build and sheet.torch_build in machine.torch_builds:
                 return sheet
@@ -68,7 +68,7 @@ class BrokenPlugin:
 
 @dataclass(frozen=True)
 class Registry:
-    """All backends by name, plugins that failed to load, and names that several plugins claim."""
+    """All backends by name, the plugins that failed to load, and the names that several plugins claim."""
 
     backends: dict[str, Backend] = field(default_factory=dict)
     broken: tuple[BrokenPlugin, ...] = ()
@@ -79,7 +79,7 @@ class Registry:
         return [sheet.name for backend in self.backends.values() for sheet in backend.sheets]
 
     def find_name(self, word: str, given_by: str = "") -> tuple[str, str | None]:
-        """Return the sheet's name, and the product if `word` is one: `("hpu", "gaudi2")` for `gaudi2`."""
+        """Return the device name, and the product if `word` names one: `("hpu", "gaudi2")` for `gaudi2`."""
         sheets = [sheet for backend in self.backends.values() for sheet in backend.sheets]
         # Device names win over aliases and products of other sheets, which plugins may define.
         for sheet in sheets if word not in self.names() else ():
@@ -91,12 +91,12 @@ class Registry:
         return word, None
 
     def list_products(self, name: str) -> list[str]:
-        """Return the names of the products on the sheet of that name."""
+        """Return the names of the products on the sheet with this name."""
         sheet = next(sheet for sheet in self.backend(name).sheets if sheet.name == name)
         return [product.name.lower() for product in sheet.products]
 
     def backend(self, name: str, origin: str = "") -> Backend:
-        """Return the backend of a device or variant name: `rocm` is a variant of `cuda`."""
+        """Return the backend for a device or variant name: `rocm` is a variant of `cuda`."""
         self._check_conflict(name)
         if name in self.backends:
             return self.backends[name]
@@ -142,7 +142,7 @@ def load_registry() -> Registry:
 
 
 def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Registry:
-    """Return a registry of the built-in backends and the given plugins."""
+    """Return a registry with the built-in backends and the given plugins."""
     backends = {backend.name: backend for backend in _find_built_in()}
     broken: list[BrokenPlugin] = []
     plugins: dict[str, list[Backend]] = {}
@@ -175,7 +175,7 @@ def _find_built_in() -> list[Backend]:
 
 
 def _merge_verifications(backend: Backend) -> Backend:
-    """Return the backend with the packaged verification results on its sheets."""
+    """Return the backend with the packaged verification results merged into its sheets."""
     verifications = load_verifications()
     variants = tuple(merge_evidence(sheet, verifications) for sheet in backend.variants)
     return replace(backend, sheet=merge_evidence(backend.sheet, verifications), variants=variants)
@@ -195,7 +195,7 @@ def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> Backend | Broken
 
 
 def _find_problem(loaded: object, where: str) -> str:
-    """Return what is wrong with the object of a plugin; empty if it is valid."""
+    """Return what is wrong with an object loaded from a plugin; empty if it is valid."""
     if not isinstance(loaded, Backend):
         return f"{where} is a {type(loaded).__name__}, not an anyaccel.backends.Backend"
     try:

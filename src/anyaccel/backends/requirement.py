@@ -1,4 +1,4 @@
-"""Requirements of a device on its machine, with messages for unmet ones.
+"""Machine requirements of a device, with messages for unmet ones.
 
 Requirements are checked against a `Machine`, which is plain data, so they can be tested for any machine.
 """
@@ -26,7 +26,7 @@ _BUILD_NAMES = {"cuda": "CUDA", "hip": "ROCm", "xpu": "XPU"}
 
 @dataclass(frozen=True, kw_only=True)
 class Requirement(Claim, ABC):
-    """One requirement of a device on its machine."""
+    """One requirement that a machine must meet to use a device."""
 
     hint: str
     """How to meet it, with a command if possible."""
@@ -38,16 +38,16 @@ class Requirement(Claim, ABC):
 
     @abstractmethod
     def unmet(self, machine: Machine) -> str | None:
-        """Return why a machine does not meet it, such as `requires macOS, not Linux`; None if it does."""
+        """Return why a machine does not meet the requirement, such as `requires macOS, not Linux`, or None."""
 
     def advice(self, machine: Machine) -> str | None:
-        """Return a recommendation for a machine that meets the requirement; None if there is none."""
+        """Return a recommendation for a machine that already meets the requirement, or None."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SystemIs(Requirement):
-    """An operating system."""
+    """A required operating system."""
 
     systems: tuple[str, ...]
     """Values of `platform.system()`: `("Linux", "Windows")`."""
@@ -64,7 +64,7 @@ class SystemIs(Requirement):
 
 @dataclass(frozen=True, kw_only=True)
 class ArchitectureIs(Requirement):
-    """The architecture of the Python interpreter, which under Rosetta is not that of the machine."""
+    """A required architecture of the Python interpreter; under Rosetta, it differs from that of the machine."""
 
     architectures: tuple[str, ...]
 
@@ -82,7 +82,7 @@ class ArchitectureIs(Requirement):
 
 @dataclass(frozen=True, kw_only=True)
 class VersionIs(Requirement):
-    """The version of a package, of Python or of macOS."""
+    """A required version of a package, of Python or of macOS."""
 
     subject: str
     """A key of `Machine.versions`: `torch`, `macos`, `python`."""
@@ -114,7 +114,7 @@ class VersionIs(Requirement):
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleFound(Requirement):
-    """An installed Python module of the vendor."""
+    """A required Python module from the vendor."""
 
     module: str
 
@@ -130,7 +130,7 @@ class ModuleFound(Requirement):
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltFor(Requirement):
-    """A torch build for the device."""
+    """A required torch build for the device."""
 
     builds: tuple[str, ...]
     """Attributes of `torch.version`, one of which must be set: `("cuda", "hip")`."""

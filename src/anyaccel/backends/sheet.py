@@ -59,7 +59,7 @@ class Dtypes:
 
 @dataclass(frozen=True, kw_only=True)
 class Compiler(Claim):
-    """Arguments of `torch.compile` for the device, and its cache directory."""
+    """Arguments to `torch.compile` for the device, and the compiler's cache directory."""
 
     backend: str
     """The `backend=` of `torch.compile`: `inductor`."""
@@ -111,7 +111,7 @@ class Distributed(Claim):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTerms(Claim):
-    """The memory that tensors can use, and the allocator's rounding."""
+    """The device memory that tensors can use, and the allocator's rounding."""
 
     shares: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
     """Pairs of a maximum nominal size (None for any) and the usable share of it; the first match applies."""
@@ -123,7 +123,7 @@ class MemoryTerms(Claim):
     """Bytes that libraries allocate at their first use."""
 
     def usable_bytes(self, total: int) -> int:
-        """Return the bytes usable for tensors of a nominal memory size."""
+        """Return the bytes that tensors can use out of a nominal memory size."""
         # For example macOS lets the GPU use two thirds of small memories and three quarters of large ones.
         share = next(share for most, share in self.shares if most is None or total <= most)
         return max(0, int(total * share) - self.kept_bytes)
@@ -131,7 +131,7 @@ class MemoryTerms(Claim):
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization(Claim):
-    """A quantization that diffusers supports on the device."""
+    """A quantization format that diffusers supports on the device."""
 
     name: str
     """The library and format: `gguf-q4`."""
@@ -141,7 +141,7 @@ class Quantization(Claim):
 
 @dataclass(frozen=True, kw_only=True)
 class Speedup(Claim):
-    """A speedup that is known to work on the device."""
+    """An optimization that is known to work on the device."""
 
     name: str
     """`capture`, `channels_last`, `compile`, `group_norm`, `float8`."""
@@ -151,7 +151,7 @@ class Speedup(Claim):
 
 @dataclass(frozen=True, kw_only=True)
 class Product(Claim):
-    """One hardware product; figures are per device as torch counts them."""
+    """One hardware product; figures are per torch device."""
 
     name: str
     """Lower case, as on the command line: `gaudi2`."""
@@ -246,7 +246,7 @@ class Sheet:
 
     @property
     def rng_on_device(self) -> bool:
-        """Whether a source confirms random numbers on the device; otherwise they are drawn on the CPU."""
+        """Whether a source confirms that the device can generate random numbers; otherwise the CPU draws them."""
         # Unknown counts as no: drawing on the CPU is always correct.
         return isinstance(self.random_numbers, Yes)
 
@@ -257,7 +257,7 @@ class Sheet:
 
     @property
     def reliable_batches(self) -> bool:
-        """Whether no problem with several images per call is known."""
+        """Whether no problem is known with generating several images per call."""
         # Unknown counts as reliable: one image per call would slow down every device without a report.
         return not _lacks(self.batches)
 
@@ -267,12 +267,12 @@ class Sheet:
         return isinstance(self.training, Yes)
 
     def dtype(self, name: str) -> Answer:
-        """Return whether the device supports a dtype; Unknown for a dtype that sheets do not cover."""
+        """Return the claim about a dtype; `Unknown` for a dtype that sheets do not cover."""
         answer: Answer = getattr(self.dtypes, name, Unknown(says=f"sheets do not cover {name}"))
         return answer
 
     def adjusted_dtype(self, name: str) -> str:
-        """Return the dtype to use instead of `name`: `float32` for `float64` on a device without it."""
+        """Return the dtype to use instead of `name`, such as `float32` if the device has no `float64`."""
         answer = self.dtype(name)
         # An open condition changes no dtype: float16 on hpu stays until the product is known.
         if isinstance(answer, DtypeLimit) and not answer.conditional and answer.becomes:
@@ -280,19 +280,19 @@ class Sheet:
         return name
 
     def has_quirk(self, name: str) -> bool:
-        """Return whether a quirk certainly applies; one with an open condition does not."""
+        """Return whether a quirk certainly applies; a quirk with an unresolved condition does not."""
         return any(quirk.name == name and not quirk.conditional for quirk in self.quirks)
 
     def speedup(self, name: str) -> Speedup | None:
-        """Return the speedup of that name; None if it is not known to work on the device."""
+        """Return the speedup with this name, or None if it is not known to work on the device."""
         return next((speedup for speedup in self.speedups if speedup.name == name), None)
 
     def usable_bytes(self, total: int) -> int:
-        """Return the bytes usable for tensors of a nominal memory size."""
+        """Return the bytes that tensors can use out of a nominal memory size."""
         return self.memory.usable_bytes(total) if isinstance(self.memory, MemoryTerms) else total
 
     def product(self, name: str) -> Product:
-        """Return the product of that name: `gaudi2`."""
+        """Return the product with this name, such as `gaudi2`."""
         # Products of plugins may have upper-case names.
         for product in self.products:
             if product.name.lower() == str(name).lower():
@@ -309,16 +309,16 @@ class Sheet:
             yield from _walk(field.name, getattr(self, field.name))
 
     def with_claims(self, changes: Mapping[str, Claim | Unknown]) -> Sheet:
-        """Return the sheet with some claims replaced, by the names that `claims` yields."""
+        """Return a copy of the sheet with some claims replaced; `changes` uses the names that `claims` yields."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: _replace_claims(name, value, changes) for name, value in values.items()})
 
     def limits(self, kind: type[LimitT]) -> dict[str, LimitT]:
-        """Return the limits of a class by name; `sheet.limits(Limit)` returns all of them."""
+        """Return the limits of one class by name; `sheet.limits(Limit)` returns all of them."""
         return {name: claim for name, claim in self.claims() if isinstance(claim, kind)}
 
     def on(self, product: str | None = None, versions: Mapping[str, str] | None = None) -> Sheet:
-        """Return the sheet with all conditions resolved that a product and versions decide.
+        """Return the sheet with every condition resolved that depends on the given product and versions.
 
         >>> anyaccel.sheet("hpu").on(product="gaudi2").dtype("float16")  # doctest: +SKIP
         Yes(…)
@@ -330,7 +330,7 @@ class Sheet:
 
 
 def _lacks(answer: Answer) -> bool:
-    """Return whether it certainly fails: not if the answer is unknown, conditional or only slow."""
+    """Return whether a feature certainly fails: False if the answer is unknown, conditional or only slow."""
     return isinstance(answer, Limit) and not answer.conditional and answer.effect != "slow"
 
 
@@ -366,7 +366,7 @@ def _replace_claims(path: str, value: Any, changes: Mapping[str, Claim | Unknown
 
 
 def _resolve(value: Any, product: str | None, versions: Mapping[str, str]) -> Any:
-    """Return a copy of a field's value with each conditional limit kept, dropped or turned into a Yes."""
+    """Return a copy of a field's value with each conditional limit kept, made unconditional, or replaced by a `Yes`."""
     if isinstance(value, tuple):
         resolved = (_resolve(item, product, versions) for item in value)
         # Lists such as quirks contain only limits that may apply, so a limit that does not apply is dropped.

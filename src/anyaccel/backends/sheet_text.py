@@ -1,4 +1,4 @@
-"""Text of a sheet, for the command line and for the documentation."""
+"""Text rendering of a sheet, for the command line and the documentation."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _product_verdict(product: Product) -> str:
 
 
 def _format_power(amount: int) -> str:
-    """Return `2**32` for 4294967296 and 4294967295."""
+    """Format an integer as a power of two: `2**32` for 4294967296 and 4294967295."""
     # Limits are documented both as 2**32 and as the largest value below it.
     for value in (amount, amount + 1):
         if value > 0 and value & (value - 1) == 0:

@@ -1,4 +1,4 @@
-"""Checks of device types."""
+"""Device type checks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def is_host(device: torch.device | str) -> bool:
 
 
 def is_on(device: torch.device | str, kind: str) -> bool:
-    """Return whether a device has a type: `is_on(tensor.device, "cuda")`. Strings such as `cuda:1` are accepted."""
+    """Return whether a device has the given type: `is_on(tensor.device, "cuda")`; accepts strings such as `cuda:1`."""
     # Not torch.device(device): torch rejects types of plugins that are not imported.
     return (device.partition(":")[0] if isinstance(device, str) else device.type) == kind

@@ -1,1 +1,1 @@
-"""Benchmarks of anyaccel against stock diffusers."""
+"""Benchmarks that compare anyaccel with stock diffusers."""

@@ -1,4 +1,4 @@
-"""Benchmark runner: stock diffusers and anyaccel generate the same image in turn, each in its own process."""
+"""Benchmark runner: stock diffusers and anyaccel take turns generating the same image in separate processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WARMUP_IMAGES = 3
 
 
 class _Variant:
-    """Process of one variant and its results."""
+    """A benchmark variant: its worker process and its results."""
 
     def __init__(self, name: str, case: BenchCase, folder: Path, warm: int) -> None:
         self.name, self.seconds = name, list[float]()
@@ -33,12 +33,12 @@ class _Variant:
         self.worker.send({"case": case.to_dict(), "variant": name, "folder": str(folder), "warm": warm})
 
     def request(self, command: str) -> dict[str, Any]:
-        """Send a command and wait for the answer."""
+        """Send a command to the worker process and return its answer."""
         self.worker.send(command)
         return self.receive()
 
     def receive(self) -> dict[str, Any]:
-        """Return the next answer; if the variant failed, it has an `error` and becomes the variant's row."""
+        """Return the worker's next answer; if it contains an `error`, store it as the variant's row."""
         try:
             answer: dict[str, Any] = self.worker.receive()
         except EOFError:
@@ -50,14 +50,15 @@ class _Variant:
 
     @property
     def failed(self) -> bool:
-        """Whether the variant failed; it then gets no more commands."""
+        """Whether the variant has failed; a failed variant receives no further commands."""
         return "error" in self.row
 
 
 def run_bench(case: BenchCase, *, rounds: int = 5, on_progress: ProgressCallback = lambda text: None) -> dict[str, Any]:
-    """Return one row: median, spread, peak memory and first image of each variant, and the ratios of their times.
+    """Benchmark one case and return its row: the results of each variant and their speedups.
 
-    Raises if a variant fails; `run_together` measures the others instead.
+    The results are the median time, the spread, the peak memory and the time of the first image. Raises if a variant
+    fails; `run_together` measures the remaining variants instead.
     """
     [row] = run_together([case], rounds=rounds, concurrent_warmup=False, on_progress=on_progress)
     for result in (row, *row.get("variants", {}).values()):
@@ -73,10 +74,11 @@ def run_together(
     concurrent_warmup: bool = True,
     on_progress: ProgressCallback = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield one row per case.
+    """Benchmark several cases and yield one row per case.
 
-    With `concurrent_warmup` all variants warm up at the same time; they are always measured one after another. The
-    result of a failed variant has `error`, `hint` and `details`; if all variants failed, so has the row.
+    With `concurrent_warmup`, all variants warm up at the same time; the measurements always run one after another. The
+    result of a failed variant contains `error`, `hint` and `details`. If all variants fail, the row itself contains an
+    `error` and a `hint`.
     """
     unknown = [name for case in cases for name in case.variants if name not in VARIANTS]
     if unknown or rounds < 1 or not all(case.variants for case in cases):
@@ -166,7 +168,7 @@ def _summarize(variant: _Variant, folder: Path, reference: str) -> dict[str, Any
 
 
 def _measure_psnr(folder: Path, name: str, reference: str, prefix: str = "") -> dict[str, Any]:
-    """Return the PSNR of two variants' images, or why they cannot be compared."""
+    """Return the PSNR between the images of two variants, or the reason why they cannot be compared."""
     try:
         return {f"{prefix}psnr_db": measure_file_psnr(folder / f"{name}.npy", folder / f"{reference}.npy")}
     except NotMeasurableError as error:
@@ -174,9 +176,9 @@ def _measure_psnr(folder: Path, name: str, reference: str, prefix: str = "") -> 
 
 
 def measure_file_psnr(path: Path, reference: Path) -> float | None:
-    """Return the PSNR of an image in decibels; None if it equals the reference.
+    """Return the PSNR of an image in decibels, or None if the image equals the reference.
 
-    Raises if one of them contains NaN or Inf.
+    Raises if either image contains NaN or Inf.
     """
     import numpy
 

@@ -16,7 +16,10 @@ USUAL = (*STOCK, OURS)
 
 @dataclass(frozen=True, kw_only=True)
 class BenchCase:
-    """One call of one pipeline. Contains only JSON-serializable data, since each variant runs in its own process."""
+    """One pipeline call to benchmark.
+
+    Contains only JSON-serializable data, because each variant runs in its own process.
+    """
 
     model: str
     """`embedded`, a folder or a hub id; with `random`, a model for which the package has config files."""

@@ -1,4 +1,4 @@
-"""Rows for variants that failed: a one-line cause, a hint, and the log."""
+"""Result rows for failed variants: a one-line cause, a hint and the log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COMPILER = "C++ compiler"
 
 
 def make_failure_row(variant: str, error: Exception) -> dict[str, Any]:
-    """Return the row of a variant that raised an error."""
+    """Return the result row for a variant that raised an error."""
     if isinstance(error, AnyaccelError):
         cause, hint = error.message, error.hint
     else:
@@ -30,7 +30,7 @@ def make_failure_row(variant: str, error: Exception) -> dict[str, Any]:
 
 
 def make_exit_row(variant: str, status: int | None, log: str) -> dict[str, Any]:
-    """Return the row of a variant with a process that ended without an answer."""
+    """Return the result row for a variant that exited without an answer."""
     lines = [line for line in log.splitlines() if line.strip()]
     if status is not None and status < 0:
         cause, hint = (

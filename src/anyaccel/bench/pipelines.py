@@ -1,4 +1,4 @@
-"""Pipelines of the benchmark variants: stock diffusers, compiled stock diffusers, and anyaccel."""
+"""Pipelines for the benchmark variants: stock diffusers, compiled stock diffusers, and anyaccel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = ("unet", "transformer", "vae")
 
 
 def make_pipeline(case: BenchCase, variant: str) -> Any:
-    """Return the pipeline of a case on its device for a variant."""
+    """Create the pipeline for a case and a variant, and place it on the case's device."""
     opened = open_device(case.device)
     device = opened.tensor_device
     stock = _make_random(case, device) if case.random else _load(case)
@@ -49,7 +49,7 @@ def _load(case: BenchCase) -> Any:
 
 
 def _make_random(case: BenchCase, device: torch.device) -> Any:
-    """Create a pipeline with random weights from config files: only denoiser, autoencoder and scheduler."""
+    """Create a pipeline from config files, with random weights and only a denoiser, autoencoder and scheduler."""
     import diffusers
 
     library: Any = diffusers
@@ -85,7 +85,7 @@ def _compile(pipe: Any) -> None:
 
 
 def make_call(case: BenchCase, pipe: Any) -> dict[str, Any]:
-    """Return the arguments of the call, with a prompt or with random prompt embeddings."""
+    """Return the arguments for the pipeline call, with a prompt or with random prompt embeddings."""
     call: dict[str, Any] = {"output_type": "pt", **case.call}
     if not case.random:
         return {"prompt": _PROMPT, **call}
@@ -98,9 +98,9 @@ def make_call(case: BenchCase, pipe: Any) -> dict[str, Any]:
 
 @contextmanager
 def drawing_in_float32() -> Iterator[None]:
-    """Draw half-precision noise in float32 during the block, as anyaccel does.
+    """Draw half-precision noise in float32 within the `with` block, as anyaccel does.
 
-    Otherwise torch draws other values from the same seed, and the images could not be compared.
+    Otherwise, torch draws different values from the same seed, and the images cannot be compared.
     """
     # https://github.com/huggingface/diffusers/issues/11056, seen in diffusers 0.42
 

@@ -1,4 +1,4 @@
-"""Worker process of one benchmark variant: generates an image per request and reports its time."""
+"""Worker process for one benchmark variant: generates images on request and reports their times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["main"]
 
 
 class _BenchWorker:
-    """The pipeline of a variant, and the commands `warm`, `go` and `finish`."""
+    """Worker for one variant: holds its pipeline and handles the commands `warm`, `go` and `finish`."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         import torch
@@ -44,7 +44,7 @@ class _BenchWorker:
         return output, time.perf_counter() - start
 
     def warm_up(self, images: int) -> dict[str, Any]:
-        """Generate the first images and save the last one for the comparison."""
+        """Generate `images` warmup images, save the last one for comparison, and return the time of the first."""
         import numpy
 
         # Read right after the first image, so that the compile times explain its time.
@@ -57,7 +57,7 @@ class _BenchWorker:
         return {"first_picture_s": round(first_s, 4), **({"compiling_s": compile_times} if compile_times else {})}
 
     def measure(self) -> dict[str, Any]:
-        """Generate one image and return its time."""
+        """Generate one image and return the elapsed time."""
         return {"seconds": self.generate()[1]}
 
     def finish(self) -> dict[str, Any]:
@@ -78,13 +78,16 @@ class _BenchWorker:
         return result
 
     def _read_reserved_bytes(self) -> int | None:
-        """Return the peak reserved memory, including caches and captured graphs; None if torch does not report it."""
+        """Return the peak reserved memory, or None if torch does not report it.
+
+        Reserved memory includes the allocator's cache and captured graphs.
+        """
         with contextlib.suppress(RuntimeError, AttributeError):
             return int(self.torch.accelerator.max_memory_reserved(self.opened.index))
         return None
 
     def _profile(self) -> dict[str, Any] | None:
-        """Return the kernels of one image; None if torch's profiler does not support the device."""
+        """Profile one image and return its kernels, or None if torch's profiler does not support the device."""
         from torch.profiler import ProfilerActivity, profile
 
         activity = getattr(ProfilerActivity, self.opened.sheet.torch_name.upper(), None)
@@ -103,7 +106,7 @@ class _BenchWorker:
 
 
 def _read_compile_times() -> dict[str, float]:
-    """Return torch's own compile times by phase, longest first; phases may be nested."""
+    """Return the compile times that torch reports for each phase, longest first; phases may be nested."""
     from anyaccel.upstream.torch_internals import read_compile_times_s
 
     totals = {name: round(sum(times), 2) for name, times in read_compile_times_s().items()}
@@ -111,7 +114,7 @@ def _read_compile_times() -> dict[str, float]:
 
 
 def main() -> None:
-    """Read a job, then run one command per line; after an error, answer with it and exit."""
+    """Read a job, then run one command per line; report an error to the parent process and exit."""
     with connecting_to_parent() as (requests, answer):
         job = next(requests)
         try:

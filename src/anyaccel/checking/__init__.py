@@ -1,1 +1,1 @@
-"""Portability checks of pipelines on virtual devices, without the hardware."""
+"""Portability checks for pipelines on virtual devices, without the hardware."""

@@ -1,4 +1,4 @@
-"""Recorder for the model calls of a pipeline, and the comparison with the same calls on another device."""
+"""Recorder for a pipeline's model calls, and a comparison with the same calls on another device."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def recording(pipe: Any) -> Iterator[list[RecordedCall]]:
 
 @contextmanager
 def comparing(pipe: Any, expected: list[RecordedCall]) -> Iterator[list[Comparison]]:
-    """Compare every model call of a pipeline with the recorded one, on the recorded inputs and on its own inputs."""
+    """Compare each model call with its recorded call, on the recorded inputs and on the pipeline's own inputs."""
     comparisons: list[Comparison] = []
     counts: dict[str, int] = {}
 
@@ -155,7 +155,7 @@ def _copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _replace_tensors(value: Any, recorded: tuple[torch.Tensor, ...]) -> Any | None:
-    """Return the arguments with recorded values in their own dtypes and devices, or None if the shapes differ."""
+    """Return the arguments with recorded tensors in the original dtypes and devices; None if the shapes differ."""
     own = list(find_tensors(value))
     if [tensor.shape for tensor in own] != [tensor.shape for tensor in recorded]:
         return None
@@ -175,7 +175,7 @@ def _replace_tensors(value: Any, recorded: tuple[torch.Tensor, ...]) -> Any | No
 
 
 def _relative_error(expected: tuple[torch.Tensor, ...], actual: Any) -> float | None:
-    """Return the largest relative error (of the norm) of any tensor, or None if the shapes differ."""
+    """Return the largest relative error in norm over all tensors, or None if the shapes differ."""
     pairs = list(zip(expected, actual, strict=False))
     if len(pairs) != len(expected) or any(reference.shape != tensor.shape for reference, tensor in pairs):
         return None

@@ -32,8 +32,8 @@ def check(
 
     The first argument is a pipeline, a model folder (configs are enough: a small model with the same architecture is
     built), a recipe name, or `package.module:function`. `plain` checks diffusers without anyaccel. `strict` raises
-    where the device would. `on_report` is called with the report of each device when it is finished. Further keyword
-    arguments go to the pipeline call.
+    where the device would. `on_report` is called with each device's report when it is finished. Additional keyword
+    arguments are passed to the pipeline call.
     """
     if plain and compile:
         raise UsageError("plain and compile cannot be combined: only anyaccel compiles", hint="use one of the two")
@@ -57,7 +57,7 @@ def check(
 
 
 def find_devices(names: str | Sequence[str]) -> list[str]:
-    """Return the names of virtual devices for one name, several names or `all`."""
+    """Return the virtual device names for one name, several names or `all`."""
     supported = [backend.name for backend in load_registry().backends.values() if backend.sheet.can_be_virtual]
     requested = [names] if isinstance(names, str) else list(names)
     if requested == [_ALL]:

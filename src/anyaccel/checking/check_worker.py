@@ -13,7 +13,7 @@ from anyaccel.processes.json_line_worker import connecting_to_parent
 
 
 def _run_task(path: Path) -> None:
-    """Read the task from a file and replace it with `(True, report)` or `(False, error)`."""
+    """Run the task in a file, then overwrite the file with `(True, report)` or `(False, error)`."""
     try:
         task: CheckTask = pickle.loads(path.read_bytes())
         sys.path[:] = task.path

@@ -33,7 +33,7 @@ def as_github(report: Report) -> Iterator[str]:
 
 
 def _failures(report: Report) -> Iterator[tuple[DeviceReport, str]]:
-    """Yield the failures of each device that cannot be attributed to a line of code."""
+    """Yield each device's failures for which no line of code can be identified."""
     for device in report.devices.values():
         if not device.finished:
             yield device, f"stops: {device.error}"
@@ -59,7 +59,7 @@ def _label(device: DeviceReport) -> str:
 
 
 def _escape(text: str, extra: str = "") -> str:
-    """Escape a value of a GitHub workflow command; properties also need commas and colons escaped (`extra`)."""
+    """Escape a value for a GitHub workflow command; properties also need commas and colons escaped (`extra`)."""
     # GitHub does not document the escapes: https://github.com/github/docs/issues/11713. The percent sign comes first,
     # because each later replacement inserts one.
     for character in f"%\r\n{extra}":
@@ -68,7 +68,7 @@ def _escape(text: str, extra: str = "") -> str:
 
 
 def as_sarif(report: Report) -> str:
-    """Return the report as SARIF 2.1.0, the exchange format of code scanners."""
+    """Return the report as SARIF 2.1.0, the exchange format for code scanners."""
     findings = list(_unique_lines(report))
     rules = {violation.limit: violation for _, violation in findings}
     results = [_make_result(device, violation, list(rules)) for device, violation in findings]

@@ -1,4 +1,4 @@
-"""One-line text of an error in user code, with the line where it was raised."""
+"""One-line description of an error in user code, with the line that raised it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_CHARACTERS = 400
 
 
 def describe_failure(failure: BaseException) -> str:
-    """Return the error and the innermost line of user code: `KeyError: 'a' (mine.py:3)`."""
+    """Return the error with the innermost line of user code: `KeyError: 'a' (mine.py:3)`."""
     summary = summarize_error(failure)[:_MAX_CHARACTERS]
     frames = [frame for frame in traceback.extract_tb(failure.__traceback__) if not _is_library(frame.filename)]
     return f"{summary} ({shorten(frames[-1].filename)}:{frames[-1].lineno})" if frames else summary

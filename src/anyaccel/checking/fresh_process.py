@@ -25,7 +25,7 @@ __all__ = ["CheckTask", "can_fork", "check_in_fresh_process"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckTask:
-    """Arguments of a check, pickled for the other process."""
+    """Arguments of a check, pickled for the child process."""
 
     target: Any
     devices: tuple[str, ...]

@@ -24,7 +24,7 @@ _DEFAULT_TOLERANCE = 1e-1
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentResult:
-    """Result of one model of the pipeline."""
+    """Result for one model in the pipeline."""
 
     name: str
     calls: int
@@ -38,7 +38,7 @@ class ComponentResult:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareReport:
-    """Result of a model on a device, compared with the CPU."""
+    """Results for a model on a device, compared with the CPU."""
 
     target: str
     pipeline: str
@@ -53,7 +53,7 @@ class HardwareReport:
 
     @property
     def right(self) -> bool:
-        """Whether every model is within the tolerance on the CPU's inputs and all outputs are finite."""
+        """Whether every model is within the tolerance on the inputs from the CPU run and all outputs are finite."""
         return self.max_difference is not None and not any(component.wrong for component in self.components)
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,10 +81,10 @@ def check_on_hardware(
     on_message: Callable[[str], None] = lambda _: None,
     **call: Any,
 ) -> HardwareReport:
-    """Run a model with its own weights on the CPU in float32 and on a device, and compare every call of its components.
+    """Run a model with its own weights on the CPU in float32 and on a device, and compare every component call.
 
     `target` is a hub id, a folder, the embedded model's name, a recipe, `package.module:function` or a pipeline.
-    Further keyword arguments go to the pipeline call. Progress messages go to `on_message`.
+    Additional keyword arguments are passed to the pipeline call. Progress messages go to `on_message`.
     """
     spec = read_device(device)
     # Opening the device first raises for a missing one now, not after minutes on the CPU.
@@ -120,7 +120,7 @@ def check_on_hardware(
 
 
 def _load_target(target: Any, call: dict[str, Any]) -> tuple[str, Recipe]:
-    """Return the name and the recipe of a model with its own weights; recipes have random ones."""
+    """Return the name and recipe for a target. A model keeps its own weights; a recipe has random ones."""
     from anyaccel.generation.model_name import resolve_model
     from anyaccel.recipes import recipes
 
@@ -135,7 +135,7 @@ def _load_target(target: Any, call: dict[str, Any]) -> tuple[str, Recipe]:
 
 
 def _run_or_none(recipe: Recipe, pipe: Any) -> Any:
-    """Return the image, or None if it contains NaN or Inf."""
+    """Run the pipeline and return the image, or None if it contains NaN or Inf."""
     try:
         return run(recipe, pipe)
     except AnyaccelError:
@@ -143,7 +143,7 @@ def _run_or_none(recipe: Recipe, pipe: Any) -> Any:
 
 
 def _measure_psnr(expected: Any, actual: Any) -> float | None:
-    """Return the PSNR in dB, relative to the value range of the CPU's image."""
+    """Return the PSNR in dB, relative to the value range of the CPU image."""
     psnr = measure_psnr(actual, expected, data_range=max(float(expected.max() - expected.min()), 1e-12))
     return None if psnr is None else round(psnr, 1)
 

@@ -1,4 +1,4 @@
-"""File paths as reports show them."""
+"""File path formatting for reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["shorten"]
 
 
 def shorten(file: str) -> str:
-    """Return a path relative to the working directory if it is inside: `src/pipeline.py`."""
+    """Return a path relative to the working directory if the file is inside it: `src/pipeline.py`."""
     path = Path(file)
     here = Path(os.getcwd())
     return path.relative_to(here).as_posix() if path.is_absolute() and path.is_relative_to(here) else file

@@ -8,8 +8,8 @@
     pytest --accelerator hpu        run any suite, without changes, with a virtual Gaudi in the process
     pytest --accelerator-real       run the marked tests on the real devices of this machine, and skip the others
 
-A process can have one virtual accelerator. Marked tests run in forks of a second pytest process, which collects the
-same tests but computes nothing. A fork of the first process could deadlock on the threads of torch:
+A process can have only one virtual accelerator. Marked tests run in forks of a second pytest process, which collects
+the same tests but runs none of them itself. A fork of the first process could deadlock on torch's threads:
 https://github.com/pytorch/pytorch/issues/17199
 """
 
@@ -139,7 +139,7 @@ def _check_marker(marker: pytest.Mark, nodeid: str, *, real: bool) -> None:
 
 @pytest.fixture
 def accelerator(request: pytest.FixtureRequest) -> Accelerator:
-    """Device of a test with the marker `accelerator`, or of the whole run with `--accelerator`."""
+    """Return the device for a test with the `accelerator` marker, or for the whole run with `--accelerator`."""
     active = request.config.stash.get(_ACTIVE, None)
     if active is not None:
         return Accelerator(active.name, active.device(), True, active.ledger)
@@ -168,7 +168,7 @@ def _device_name(item: pytest.Item) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    """Run a marked test in its own process, and report its results here."""
+    """Run a marked test in its own process, and report its results in this one."""
     config = item.config
     if config.stash.get(_ACTIVE, None) is not None and config.getoption("--accelerator"):
         _skip_for_other_devices(item, config.stash[_ACTIVE].name)
@@ -186,7 +186,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
 
 
 def _skip_for_other_devices(item: pytest.Item, device: str) -> None:
-    """Skip a test that is marked for other devices only."""
+    """Skip a test that is marked only for other devices."""
     marker = item.get_closest_marker(_MARKER)
     if marker is not None and device not in marker.args:
         item.add_marker(pytest.mark.skip(reason=f"marked for {', '.join(map(str, marker.args))}, not {device}"))
@@ -194,7 +194,7 @@ def _skip_for_other_devices(item: pytest.Item, device: str) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Start each test with an empty ledger, and apply `strict` of its marker."""
+    """Start each test with an empty ledger, and apply its marker's `strict` argument."""
     active = item.config.stash.get(_ACTIVE, None)
     if active is None or not item.config.getoption("--accelerator"):
         return
@@ -205,14 +205,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _collect(config: pytest.Config) -> None:
-    """Move the ledger of the last test into the ledger of the run."""
+    """Move the rows from the last test's ledger into the ledger for the whole run."""
     active = config.stash[_ACTIVE]
     config.stash[_TOTAL].merge(active.ledger.rows())
     active.ledger.clear()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Send the ledger of a pytest-xdist worker to the controller, which prints it."""
+    """Send a pytest-xdist worker's ledger to the controller, which prints it."""
     config = session.config
     if _ACTIVE in config.stash and config.getoption("--accelerator"):
         _collect(config)
@@ -222,7 +222,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Merge the ledger of a finished pytest-xdist worker."""
+    """Merge the ledger from a finished pytest-xdist worker."""
     from anyaccel.emulator.ledger import LedgerRow
 
     rows = getattr(node, "workeroutput", {}).get("anyaccel", [])
@@ -231,7 +231,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 class _SecondPytest(JsonLineWorker):
-    """Handle of the second pytest process: a request is a node id, the answer is a list of reports."""
+    """Handle to the second pytest process: each request is a node ID, each answer a list of reports."""
 
     def __init__(self, config: pytest.Config) -> None:
         # The second process must fork the tests itself, so it runs without xdist workers.
@@ -254,7 +254,7 @@ class _SecondPytest(JsonLineWorker):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """In the second pytest process, run each requested test in a fork."""
+    """Run each requested test in a fork, if this is the second pytest process."""
     if not session.config.getoption("--accelerator-second"):
         return None
     items = {item.nodeid: item for item in session.items}
@@ -304,7 +304,7 @@ def _make_crash_report(item: pytest.Item, error: Exception) -> dict[str, Any]:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print the limits that the suite hit."""
+    """Print the device limits that the suite hit."""
     active = config.stash.get(_ACTIVE, None)
     if active is None or not config.getoption("--accelerator"):
         return

@@ -43,7 +43,7 @@ class Violation:
 
     @property
     def waits(self) -> bool:
-        """Whether pipeline or scheduler code synchronizes with the device here at every step."""
+        """Whether this line of pipeline or scheduler code synchronizes with the device in the denoising loop."""
         # A synchronization inside a model belongs to the model; a change to the pipeline cannot remove it.
         in_model = "/models/" in self.file or self.file.startswith("transformers/")
         return self.limit == "host_round_trip" and self.step is not None and not in_model
@@ -51,7 +51,7 @@ class Violation:
 
 @dataclass(frozen=True, kw_only=True)
 class Graphs:
-    """Graphs that the compiler of the device received."""
+    """Graphs that the device's compiler received."""
 
     compiled: int
     recompiled_for: tuple[tuple[str, ...], ...] = ()
@@ -62,7 +62,7 @@ class Graphs:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceReport:
-    """Result of a pipeline on one device."""
+    """Result for a pipeline on one device."""
 
     device: str
     virtual: bool
@@ -82,23 +82,23 @@ class DeviceReport:
 
     @property
     def runs(self) -> bool:
-        """Whether the device would finish the run: no line hits a limit that raises there."""
+        """Whether the run would finish on the device: no line hits a limit that raises an error."""
         return self.finished and not self.of("error")
 
     @property
     def is_right(self) -> bool:
-        """Whether the image matches the CPU's and no line hits a limit with silently wrong results."""
+        """Whether the image matches the CPU image and no line hits a limit that silently produces wrong results."""
         same = self.max_difference is not None and self.max_difference <= TOLERANCE
         return self.finished and same and not self.of("wrong")
 
     @property
     def passes(self) -> bool:
-        """Whether the pipeline runs and is right on this device."""
+        """Whether the pipeline runs on this device and produces the correct image."""
         return self.runs and self.is_right
 
     @property
     def state(self) -> State:
-        """The worst state that applies."""
+        """The most severe state that applies: `stops`, `wrong`, `waits` or `works`."""
         if not self.runs:
             return "stops"
         if not self.is_right:
@@ -106,7 +106,7 @@ class DeviceReport:
         return "waits" if any(violation.waits for violation in self.violations) else "works"
 
     def of(self, effect: Effect) -> tuple[Violation, ...]:
-        """Return the violations with one effect."""
+        """Return the violations with this effect."""
         return tuple(violation for violation in self.violations if violation.effect == effect)
 
     def as_dict(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ _DEFAULT_WIDTH, _MIN_WIDTH, _MAX_WIDTH = 100, 60, 120
 
 
 def describe_report(report: Report, width: int | None = None) -> Iterator[str]:
-    """Yield the lines of a report: for each device its verdict, then the limits that were hit, the worst first.
+    """Yield the lines of a report: for each device, the verdict and the limits that were hit, most severe first.
 
     `width` defaults to the width of the terminal.
     """
@@ -48,7 +48,7 @@ def describe_verdict(report: DeviceReport) -> str:
 
 
 def describe_device(report: DeviceReport, width: int | None = None) -> Iterator[str]:
-    """Yield the verdict of one device, its figures, and each limit with the source lines that hit it."""
+    """Yield one device's verdict, its measurements, and each limit with the source lines that hit it."""
     width = width or shutil.get_terminal_size((_DEFAULT_WIDTH, 24)).columns
     width = max(_MIN_WIDTH, min(width, _MAX_WIDTH))
     kind = "virtual" if report.virtual else "hardware"
@@ -72,7 +72,7 @@ def _count(violations: Sequence[Violation], noun: str) -> str:
 
 
 def _group_by_limit(violations: Sequence[Violation]) -> list[Violation]:
-    """Return the violations grouped by limit, in the order of the first of each group."""
+    """Return the violations grouped by limit, with the limits in order of first appearance."""
     positions = {violation.limit: index for index, violation in reversed(list(enumerate(violations)))}
     return sorted(violations, key=lambda violation: positions[violation.limit])
 

@@ -1,4 +1,4 @@
-"""Runs of a pipeline on virtual devices, one process per device, compared with its run on the CPU."""
+"""Pipeline runs on virtual devices, one process per device, compared with a run on the CPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _UNLISTED_LIMIT = "a limit that is not on the device sheet of this version"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckMode:
-    """How a check runs a pipeline."""
+    """Options for how a check runs a pipeline."""
 
     placed: bool = True
     """Placed by anyaccel instead of `pipe.to(device)`."""
@@ -88,7 +88,7 @@ def run_on_cpu(recipes: Sequence[Recipe]) -> dict[str, Any]:
 
 
 def _run_reference(recipe: Recipe) -> Any:
-    """Run a pipeline on the CPU; raise if it fails there, because then no device is the cause."""
+    """Run a pipeline on the CPU; raise if it fails, because the failure is then not specific to a device."""
     try:
         return run(recipe, recipe.make())
     except AnyaccelError as error:
@@ -112,7 +112,7 @@ def run_on_device(
 
 @contextlib.contextmanager
 def _forked_process() -> Iterator[None]:
-    """Prepare a forked process: one thread, and nothing on stdout except the report."""
+    """Configure a forked process: one thread, quiet libraries, and stdout redirected to stderr."""
     import torch
 
     torch.set_num_threads(1)  # several processes run at the same time
@@ -126,7 +126,7 @@ def _forked_process() -> Iterator[None]:
 
 
 def _attempt(accelerator: VirtualAccelerator, recipe: Recipe, expected: Any, mode: CheckMode) -> DeviceReport:
-    """Create a pipeline, run it on the device and compare the image with the CPU's."""
+    """Create a pipeline, run it on the device and compare the image with the CPU image."""
     started = time.perf_counter()
     pipe: Any = recipe.make()
     accelerator.ledger.clear()  # building the pipeline is not part of the check

@@ -1,7 +1,7 @@
 """Small version of a model, built from its config files only.
 
-Strings, booleans and floats of a config come from the model. Integers are sizes and come from the tiny recipe of the
-same pipeline. Weights are random, and no weight file is opened.
+Strings, booleans and floats in the configs come from the model. Integers, which are sizes, come from the tiny recipe
+for the same pipeline. Weights are random, and no weight file is opened.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["SmallModel", "make_small_model", "merge_config"]
 
 @dataclass(frozen=True, kw_only=True)
 class SmallModel:
-    """Recipe of the small model, and notes on how it differs from the real one."""
+    """Recipe for the small model, and notes on how it differs from the real one."""
 
     recipe: Recipe
     notes: tuple[str, ...]
 
 
 def make_small_model(path: Path) -> SmallModel:
-    """Return a recipe that builds a small version of the model in a folder."""
+    """Return a recipe that builds a small version of the model in `path`."""
     folder = read_model_folder(path)
     base = require_recipe(folder.pipeline)
     notes = [f"small model built from the configs, with random weights and the sizes of the recipe {base.name}"]
@@ -46,7 +46,7 @@ def make_small_model(path: Path) -> SmallModel:
 
 
 def _describe_substitutes(folder: ModelFolder, base: Recipe) -> list[str]:
-    """Return a note for each component that the recipe replaces because its class or its config is missing."""
+    """Return a note for each component taken from the recipe because its class differs or its config is missing."""
     tiny: Any = base.make()
     notes = []
     for component in folder.components:
@@ -60,7 +60,7 @@ def _describe_substitutes(folder: ModelFolder, base: Recipe) -> list[str]:
 
 
 def _make_components(folder: ModelFolder, base: Recipe) -> dict[str, Any]:
-    """Return the components, rebuilt if their class is the recipe's, and the options of the pipeline itself."""
+    """Return the components, with models of the recipe's classes rebuilt from configs, and the pipeline options."""
     tiny: Any = base.make()
     components = dict(tiny.components)
     # Options such as `is_distilled` are in model_index.json next to the components.
@@ -80,7 +80,7 @@ def _make_components(folder: ModelFolder, base: Recipe) -> dict[str, Any]:
 
 
 def _rebuild(tiny: Any, config: Mapping[str, Any]) -> Any:
-    """Return a component of the same class with the options of the model and the sizes of the tiny one."""
+    """Return a component of the same class with the model's options and the tiny component's sizes."""
     tiny_config = tiny.config.to_dict() if hasattr(tiny.config, "to_dict") else dict(tiny.config)
     merged = merge_config(config, tiny_config)
     if hasattr(tiny.config, "to_dict"):  # a transformers config; diffusers uses dicts
@@ -89,9 +89,9 @@ def _rebuild(tiny: Any, config: Mapping[str, Any]) -> Any:
 
 
 def merge_config(model: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the strings, booleans and floats of the model with the integers of the tiny config.
+    """Return the model's strings, booleans and floats with the tiny config's integers.
 
-    Lists keep the length of the model: a model with four levels has four levels here.
+    Lists keep the model's length: a model with four levels still has four levels.
     """
     # Number of levels by length of a list in the tiny config, from the lists of block types. It applies where the model
     # has one integer for all levels and the tiny config has a list (`attention_head_dim`).
@@ -135,7 +135,7 @@ def _length(value: Any) -> int | None:
 
 
 def _make_call(folder: ModelFolder, base: Recipe) -> dict[str, Any]:
-    """Return the call of the recipe, at a size that the number of VAE levels of the model allows."""
+    """Return the recipe's call arguments, with an image size that suits the model's number of VAE levels."""
     call = base.call()
     configs = {component.name: component.config for component in folder.components}
     tiny_scale, scale = _vae_scale(base.make()), _scale_of_config(configs.get("vae"))

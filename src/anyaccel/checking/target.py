@@ -66,7 +66,7 @@ def _override_call(target: CheckTarget, call: Mapping[str, Any]) -> CheckTarget:
 
 
 def _from_factory(text: str, module: str, function: str) -> CheckTarget:
-    """Import a function relative to the working directory and call it."""
+    """Import a function, with the working directory on the import path, and return a target for its pipeline."""
     # The console script does not put the working directory on the path, unlike `python -m`.
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -92,7 +92,7 @@ def _from_factory(text: str, module: str, function: str) -> CheckTarget:
 
 
 def _from_pipeline(pipe: Any, name: str = "", call: Mapping[str, Any] | None = None) -> CheckTarget:
-    """Return a target for a pipeline or modular blocks. Each forked process gets its own copy."""
+    """Return a target for a pipeline or modular blocks. Each forked process has its own copy of the pipeline."""
     if not hasattr(pipe, "components") and hasattr(pipe, "init_pipeline"):
         pipe = pipe.init_pipeline()
     if not callable(pipe) or not hasattr(pipe, "components"):
@@ -109,7 +109,7 @@ def _from_pipeline(pipe: Any, name: str = "", call: Mapping[str, Any] | None = N
 
 
 def _default_call(pipe: Any) -> dict[str, Any]:
-    """Return arguments for two steps with a fixed seed, without those that the pipeline does not accept."""
+    """Return arguments for two steps with a fixed seed, limited to those that the pipeline accepts."""
     import torch
 
     arguments: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""`anyaccel batch INPUT.jsonl --out DIR`: a resumable run over all devices, one image per row."""
+"""`anyaccel batch INPUT.jsonl --out DIR`: a resumable run on all devices that generates one image per row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`anyaccel bench`: speed of stock diffusers and anyaccel on the same model."""
+"""`anyaccel bench`: speed comparison of stock diffusers and anyaccel on the same model."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ cache_app = typer.Typer(
 
 @cache_app.command("list")
 def list_cache(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """List the cached graphs with pipeline, size, dtype and device."""
+    """List the cached graphs with their pipeline, image size, dtype and device."""
     from anyaccel.runtime.speed.compile_cache import find_entries_dir, list_entries, measure_graphs
     from anyaccel.runtime.speed.compile_cache_key import find_versions
     from anyaccel.storage.cache_dir import find_graphs_folder

@@ -85,7 +85,7 @@ def show_chart(
 
 
 def _run(selected: list[Recipe], devices: list[str], checkpoint: Path | None, jobs: int, display: Display) -> Chart:
-    """Return the chart of the selected recipes; rows in the checkpoint are reused and not run again."""
+    """Return the chart for the selected recipes, reusing the rows in the checkpoint."""
     from anyaccel.checking.chart.chart import Chart, make_chart
     from anyaccel.checking.chart.chart_file import write_chart
 

@@ -1,4 +1,4 @@
-"""`anyaccel check`: portability of a pipeline, and the source lines that limit it."""
+"""`anyaccel check`: portability of a pipeline, with the source lines that limit it."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def _print_sheet(sheet: Sheet, device: Device) -> None:
 
 
 def _report(machine: Machine, devices: list[Device]) -> str:
-    """Return a Markdown block for a bug report, without anything that identifies the user or the machine."""
+    """Return a Markdown block for a bug report, with nothing that identifies the user or the machine."""
     lines = ["```text", f"system: {machine.system} on {machine.architecture}"]
     lines += ["translated: yes (Rosetta)"] if machine.translated else []
     lines += [f"{name}: {version}" for name, version in machine.versions.items()]

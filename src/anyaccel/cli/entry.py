@@ -1,4 +1,4 @@
-"""Entry point of the `anyaccel` command."""
+"""Entry point for the `anyaccel` command."""
 
 from __future__ import annotations
 

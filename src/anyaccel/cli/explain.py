@@ -1,4 +1,4 @@
-"""`anyaccel explain`: memory forecast and placement plan of a model, without its weights."""
+"""`anyaccel explain`: memory forecast and placement plan for a model, without its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Handling of Ctrl-C and SIGTERM: stop at the next denoising step, and never in the middle of writing a file."""
+"""Handling of Ctrl-C and SIGTERM.
+
+The run stops at the next denoising step, never in the middle of writing a file.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 @contextmanager
 def cleanup_on_exit() -> Iterator[Display]:
-    """Provide a display for the block. SIGTERM unwinds the block like Ctrl-C, so it can clean up."""
+    """Provide a display for the block. SIGTERM unwinds the block like Ctrl-C, so cleanup code runs."""
     display = Display()
     try:
         with raising_on_sigterm():
@@ -55,7 +58,7 @@ class Interruption:
 
     @contextmanager
     def at_steps(self) -> Iterator[None]:
-        """Defer the first Ctrl-C during the block to the next `check`, at the latest to the end of the block."""
+        """Defer the first Ctrl-C in the block to the next `check`, or to the end of the block if there is none."""
         self._between_steps = True
         try:
             yield
@@ -70,7 +73,7 @@ class Interruption:
 
     @contextmanager
     def after_file(self) -> Iterator[None]:
-        """Defer signals to the end of a block that writes a file."""
+        """Defer signals until the end of a block that writes a file."""
         self._writing_file = True
         try:
             yield

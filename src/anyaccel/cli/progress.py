@@ -1,4 +1,4 @@
-"""Progress display on stderr: a bar on a terminal, otherwise a line per 10% of the work."""
+"""Progress display on stderr: a bar on a terminal, otherwise one line per 10% of the work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Display"]
 
 
 class Display(ProgressListener):
-    """Progress display of a command."""
+    """Progress display for a command."""
 
     def __init__(self) -> None:
         self.live = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
@@ -25,7 +25,7 @@ class Display(ProgressListener):
         """Finished and total rows of a batch."""
 
     def print_line(self, text: str) -> None:
-        """Remove the bar and print a line to stderr."""
+        """Remove the progress bar and print a line to stderr."""
         self.clear()
         print(text, file=sys.stderr, flush=True)
 
@@ -37,7 +37,7 @@ class Display(ProgressListener):
             self._start_bar()
 
     def on_phase(self, text: str) -> None:
-        """Show the phase."""
+        """Show the current phase."""
         self.start_phase(text)
 
     def on_message(self, text: str) -> None:
@@ -49,7 +49,7 @@ class Display(ProgressListener):
         self.print_line(f"warning: {text}")
 
     def on_start(self, done: int, total: int) -> None:
-        """Print the number of rows, and how many of them an earlier run finished."""
+        """Print the number of rows, and how many an earlier run finished."""
         self.done, self.total = done, total
         self.print_line(f"{total} row{'s' * (total > 1)}{f', {done} already finished' if done else ''}")
 
@@ -67,26 +67,26 @@ class Display(ProgressListener):
         self._update_bar(self._phase, done, total, unit="step ")
 
     def update_count(self, done: int, total: int, text: str, *, prefix: str = "last: ") -> None:
-        """Show the number of finished items; without a bar, print a line per 10% of the work."""
+        """Show the number of finished items; without a bar, print one line per 10% of the work."""
         if not self.live and done * 10 // total > self._tenths:
             self._tenths = done * 10 // total
             print(f"{done} of {total} done, {prefix}{text}", file=sys.stderr, flush=True)
         self._update_bar(f"{self._phase}: {text}", done, total)
 
     def show_stopping(self) -> None:
-        """Show that the work stops after this step."""
+        """Show that the run stops after the current step."""
         # Runs in a signal handler. Printing could re-enter a stream that is being written; the bar redraws in a thread.
         if self._bar is not None:
             self._bar.update(self._task, description="Stopping after this step; press Ctrl-C again to stop immediately")
 
     def restore_cursor(self) -> None:
-        """Show the cursor again before the process exits without cleanup."""
+        """Show the cursor again, for a process that is about to exit without cleanup."""
         if self._bar is not None:
             # rich hides the cursor while a bar is shown. os.write is safe in a signal handler, print is not.
             os.write(sys.stderr.fileno(), b"\x1b[?25h\n")
 
     def clear(self) -> None:
-        """Remove the bar."""
+        """Remove the progress bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

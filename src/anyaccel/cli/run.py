@@ -40,7 +40,7 @@ def run_program(
 
 
 def split_device(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Return the device of a `--device` option before `--`, and the remaining arguments of the script."""
+    """Return the device from a `--device` option before `--`, and the remaining script arguments."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     searched, after_separator = arguments[:end], arguments[end + 1 :]
     device, others = None, []

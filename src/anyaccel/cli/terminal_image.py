@@ -1,4 +1,4 @@
-"""Images in the terminal, by its graphics protocol or as colored half blocks."""
+"""Image display in the terminal, through a graphics protocol or as colored half blocks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _CUBE_LEVELS = (0, 95, 135, 175, 215, 255)
 
 
 def check_protocol(protocol: str) -> None:
-    """Raise if `--show` does not support the value."""
+    """Raise if the value is not supported by `--show`."""
     if protocol not in PROTOCOLS:
         raise UsageError(f"unknown value {protocol!r} for --show", hint=nearest(protocol, PROTOCOLS))
 
@@ -75,7 +75,7 @@ def show_image(image: Image.Image, stream: TextIO, protocol: str = "auto") -> No
 
 
 def choose_protocol(environment: Mapping[str, str], supports_sixel: Callable[[], bool], encoding: str) -> str:
-    """Return the protocol for a terminal with these environment variables.
+    """Return the graphics protocol for a terminal with these environment variables.
 
     `supports_sixel` queries the terminal; it is called only if the variables are inconclusive.
     """
@@ -162,7 +162,7 @@ def encode_iterm2(png: bytes, rows: int) -> str:
 
 
 def encode_sixel(image: Image.Image) -> str:
-    """Encode an image as sixels: a palette, then bands of six lines, one color after the other."""
+    """Encode an image as sixels: a palette, then bands of six pixel rows, each encoded color by color."""
     import numpy as np
 
     indexed = image.convert("RGB").quantize(256)
@@ -178,7 +178,7 @@ def encode_sixel(image: Image.Image) -> str:
 
 
 def _encode_band(band: npt.NDArray[np.uint8]) -> Iterator[str]:
-    """Yield the run-length encoded sixels of each color in a band of up to six lines."""
+    """Yield the run-length encoded sixels for each color in a band of up to six pixel rows."""
     import numpy as np
 
     weights = (1 << np.arange(len(band)))[:, None]
@@ -223,7 +223,7 @@ def _encode_png(image: Image.Image) -> bytes:
 
 
 def _scale_for_sixel(image: Image.Image) -> Image.Image:
-    """Scale to a visible size: small images by an integer factor, large images down to fit."""
+    """Scale an image for display: small images up by an integer factor, large images down to fit."""
     longer = max(image.size)
     if longer > _SIXEL_PIXELS:
         scale = _SIXEL_PIXELS / longer

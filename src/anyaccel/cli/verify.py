@@ -1,4 +1,4 @@
-"""`anyaccel devices NAME --verify`: comparison of a device with its sheet, as a table and an evidence file."""
+"""`anyaccel devices NAME --verify`: compares a device with its sheet and writes an evidence file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class VerifyOptions:
 
 
 def verify_device(name: str | None, options: VerifyOptions, output: Path | None, *, force: bool, as_json: bool) -> None:
-    """Verify a device, print the result and write the evidence file; exit with status 1 if a claim does not hold."""
+    """Verify a device, print the result and write the evidence file; exit with status 1 if the sheet does not hold."""
     if name is None:
         raise UsageError("--verify requires the name of a device", hint="anyaccel devices cuda --verify")
     if read_device(name).virtual:
@@ -78,7 +78,7 @@ def _verify(name: str, options: VerifyOptions) -> Verification:
 
 
 def _choose_file(name: str, output: Path | None, force: bool) -> Path:
-    """Return the path of the evidence file; raise if it cannot be written."""
+    """Return the path for the evidence file; raise if it cannot be written."""
     file = output or Path(_default_file_name(name))
     if file.exists() and not force:
         raise UsageError(f"{file} already exists", hint="give another file with --output, or add --force")
@@ -93,7 +93,7 @@ def _choose_file(name: str, output: Path | None, force: bool) -> Path:
 
 
 def _default_file_name(name: str) -> str:
-    """Return a file name such as `anyaccel-evidence-cuda-h200-2026-11-15.json`."""
+    """Return the default file name, such as `anyaccel-evidence-cuda-h200-2026-11-15.json`."""
     from anyaccel.verification.probe_worker import make_probe_context
 
     spec = read_device(name)
@@ -145,7 +145,7 @@ def _print_pipelines(console: Console, pipelines: tuple[PipelineFinding, ...]) -
 
 
 def _summarize(verification: Verification, file: Path) -> list[str]:
-    """Return the number of each verdict, the path of the file and the next step."""
+    """Return summary lines: the count of each verdict, the file path and the next step."""
     counts = Counter(finding.verdict for finding in verification.findings)
     lines = ["", ", ".join(f"{verdict}: {count}" for verdict, count in counts.items())]
     lines.append(f"written: {file}")

@@ -21,13 +21,13 @@ __all__ = ["warm_model"]
 
 
 class _LoadingProgress(ProgressListener):
-    """Progress display while a model loads."""
+    """Progress display for loading a model."""
 
     def __init__(self, display: Display, model: str) -> None:
         self.display, self.model = display, model
 
     def on_component(self, done: int, total: int, name: str) -> None:
-        """Show which component is being loaded."""
+        """Show the name of the component that is being loaded."""
         self.display.start_phase(
             f"Loading {self.model}: {name}, component {done + 1} of {total}" if name else f"Placing {self.model}"
         )
@@ -102,7 +102,7 @@ def warm_model(
 
 
 def _summarize_outcomes(outcomes: Counter[str]) -> str:
-    """Return a summary of the cache outcomes: `1 compiled, 0 loaded from the cache`."""
+    """Return a summary of the compile-cache outcomes, such as `1 compiled, 0 loaded from the cache`."""
     summary = f"{outcomes['written']} compiled, {outcomes['loaded']} loaded from the cache"
     if outcomes["not handed out"]:
         summary += f", {outcomes['not handed out']} not cacheable: the compiler does not export graphs through torch"

@@ -1,1 +1,1 @@
-"""Batches, servers and ranks on many devices and machines, with or without Ray."""
+"""Batch jobs, services and distributed ranks on several devices and machines, with or without Ray."""

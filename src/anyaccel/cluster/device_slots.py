@@ -1,4 +1,4 @@
-"""Device slots for workers: one worker per device, or several on the cores of the CPU."""
+"""Device slots for workers: one worker per device, or several workers that share the CPU cores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["DeviceSlots", "check_workers", "claim_device", "find_device_slots", 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSlots:
-    """The devices of one name that workers can use."""
+    """Devices with the same name that are available to workers."""
 
     device: str
     """Device argument of the workers."""
@@ -33,9 +33,9 @@ class DeviceSlots:
 
 
 def find_device_slots(device: str) -> DeviceSlots:
-    """Find the devices of this machine.
+    """Find the devices on this machine.
 
-    Runs in a short-lived process: some devices belong to the first process that opens them, and the workers need them.
+    Detection usually runs in a short-lived process, because some devices belong to the first process that opens them.
     """
     from anyaccel.backends.device import read_device, sheet
     from anyaccel.backends.device_spec import AUTO
@@ -81,7 +81,7 @@ def _detect_slots(device: str) -> DeviceSlots:
 
 
 def slots_from_name(device: str) -> DeviceSlots:
-    """Return what a device name says by itself; only the cluster knows whether it has such devices."""
+    """Return the slots that a device name describes, without checking whether the cluster has such devices."""
     from anyaccel.backends.device import read_device, sheet
 
     spec = read_device(device)
@@ -107,7 +107,10 @@ def _count_cores() -> int:
 
 
 def check_workers(slots: DeviceSlots, requested: int | None) -> int:
-    """Return the number of workers: the requested one, or one per device. Raise if there are too few devices."""
+    """Return the number of workers to start; raise if there are too few devices.
+
+    The default is one worker per device, or a single worker on the CPU.
+    """
     if requested is None:
         return 1 if slots.on_host else slots.count
     if requested > slots.count:
@@ -129,9 +132,9 @@ def _format_count(slots: DeviceSlots) -> str:
 
 
 def claim_device(name: str) -> tuple[str, IO[bytes]]:
-    """Lock a device of this name that no other worker on this machine uses; return its name and the lock.
+    """Lock a `name` device that no other worker on this machine uses; return its name with index, and the lock.
 
-    Ray counts custom resources, but does not assign device indices to them.
+    Ray counts custom resources but does not assign device indices to them.
     """
     # One folder per user, because another user could not open the lock files. Windows has no getuid.
     user = getattr(os, "getuid", int)()

@@ -1,6 +1,6 @@
-"""Connection to a Ray cluster, and the devices that the cluster has.
+"""Connection to a Ray cluster, and the number of devices in it.
 
-Ray is imported only when a cluster is joined, since it is an optional dependency.
+Ray is an optional dependency, so it is imported only on connecting to a cluster.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _STARTED: list[bool] = []
 
 
 def join(address: str) -> None:
-    """Join the cluster at `host:port`, or with `auto` the cluster of this machine.
+    """Connect to the cluster at `host:port`; do nothing if already connected.
 
-    If there is none, `auto` starts a cluster on this machine; `local` always does. A second call does nothing.
+    `auto` connects to the cluster running on this machine, or starts one if there is none; `local` always starts one.
     """
     ray = import_ray()
     if ray.is_initialized():
@@ -74,7 +74,7 @@ def leave() -> None:
 
 
 def started_here() -> bool:
-    """Return whether `join` started the cluster, which then ends with `leave`."""
+    """Return whether `join` started the cluster; if so, `leave` shuts it down."""
     return bool(_STARTED)
 
 
@@ -84,7 +84,7 @@ def environment() -> dict[str, Any]:
 
 
 def resources_for(sheet: Sheet, virtual: bool) -> dict[str, Any]:
-    """Return the resources of one worker as arguments of Ray's `.options`: `{"num_cpus": 0, "num_gpus": 1}`."""
+    """Return the resources for one worker as Ray actor options, such as `{"num_cpus": 0, "num_gpus": 1}`."""
     name, amount = _ray_resource(sheet, virtual)
     if name == "CPU":
         return {"num_cpus": amount}
@@ -95,7 +95,7 @@ def resources_for(sheet: Sheet, virtual: bool) -> dict[str, Any]:
 
 
 def count_slots(sheet: Sheet, virtual: bool) -> int:
-    """Count the devices of this kind in the cluster: one CPU per core, four virtual devices per core."""
+    """Count the cluster's slots for a device: one per real device or CPU core, four virtual devices per core."""
     name, amount = _ray_resource(sheet, virtual)
     # Per node, since one worker cannot use the remainders of two machines.
     nodes = [node["Resources"] for node in import_ray().nodes() if node["Alive"]]
@@ -103,7 +103,7 @@ def count_slots(sheet: Sheet, virtual: bool) -> int:
 
 
 def check_slots(sheet: Sheet, virtual: bool, requested: int) -> None:
-    """Raise if the cluster has fewer devices of this kind than the requested number of workers."""
+    """Raise if the cluster has fewer slots for a device than the requested number of workers."""
     available = count_slots(sheet, virtual)
     if requested <= available:
         return
@@ -132,7 +132,7 @@ def import_ray() -> Any:
 
 
 def _join_running(ray: Any) -> bool:
-    """Join the cluster of this machine; return False if there is none."""
+    """Connect to a cluster that is running on this machine; return False if there is none."""
     try:
         _connect(ray, "auto")
     except ConnectionError:
@@ -172,7 +172,7 @@ _INIT_OPTIONS: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver"
 
 
 def _check_reachable(address: str) -> None:
-    """Raise within seconds if no Ray cluster listens at an address.
+    """Raise within seconds if no Ray cluster is reachable at an address.
 
     Ray itself retries for a minute and then terminates the process: https://github.com/ray-project/ray/issues/28372
     """
@@ -198,7 +198,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _check_grpc(address: str) -> None:
-    """Raise if the server at an address does not speak gRPC, the protocol of Ray."""
+    """Raise if the server at an address does not speak gRPC, the protocol that Ray uses."""
     import grpc  # type: ignore[import-untyped]
 
     with grpc.insecure_channel(address) as channel:

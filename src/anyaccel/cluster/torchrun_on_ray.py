@@ -1,9 +1,9 @@
-"""`torchrun` for a Ray cluster: runs a program as one rank per device.
+"""`torchrun` for a Ray cluster: runs a program with one rank per device.
 
     python -m anyaccel.cluster.torchrun_on_ray --ray 10.0.0.1:6379 --device hpu --ranks 8 program.py --its arguments
 
-Every rank is a process with torchrun's environment variables, on any machine where Ray has a free device. If one rank
-fails, all ranks end. The program must have the same path on all machines.
+Each rank is a process with torchrun's environment variables, on any machine where Ray has a free device. If one rank
+fails, all ranks are terminated. The program must have the same path on all machines.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class RankResult:
 
 
 class _Rank:
-    """Ray actor that runs the process of one rank."""
+    """Ray actor that runs one rank as a child process."""
 
     def find_address(self) -> tuple[str, int]:
-        """Return the IP address of this node and a free port on it."""
+        """Return this node's IP address and a free port."""
         from ray import util
 
         # Another process may bind the port before rank 0 does (https://github.com/pytorch/pytorch/pull/13109), but a
@@ -52,7 +52,7 @@ class _Rank:
             return str(util.get_node_ip_address()), port  # type: ignore[no-untyped-call]
 
     def run(self, rank: int, command: list[str], folder: str, environment: dict[str, str]) -> RankResult:
-        """Run the process until it ends; it is killed if this actor dies."""
+        """Run the rank's process and wait for it to exit; the process is killed if this actor dies."""
         # `ray.kill` runs no cleanup in the actor, so `end_with_parent` makes the kernel kill the process.
         completed = subprocess.run(
             command, env={**os.environ, **environment}, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -62,7 +62,7 @@ class _Rank:
 
 
 def run_ranks(command: Sequence[str], ranks: int, options: Mapping[str, Any]) -> list[RankResult]:
-    """Run a command as several ranks on the joined cluster; `options` are Ray's actor options for each rank."""
+    """Run a command as several ranks on the connected cluster; `options` are Ray actor options for each rank."""
     import ray
 
     actor_class = ray.remote(_Rank).options(**options, max_restarts=0)
@@ -92,7 +92,10 @@ def run_ranks(command: Sequence[str], ranks: int, options: Mapping[str, Any]) ->
 
 
 def _wait(ray: Any, pending: dict[Any, int]) -> list[RankResult]:
-    """Return the results of all ranks, or stop at the first that failed: the others would wait for it forever."""
+    """Wait for all ranks and return their results, but stop at the first rank that fails.
+
+    The remaining ranks would wait for the failed one forever.
+    """
     results: list[RankResult] = []
     while pending:
         (finished,), _ = ray.wait(list(pending), num_returns=1)
@@ -109,7 +112,7 @@ def _wait(ray: Any, pending: dict[Any, int]) -> list[RankResult]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a program as ranks and print the output of rank 0."""
+    """Run a program as several ranks and print the output of rank 0."""
     from anyaccel.backends.device import sheet
     from anyaccel.cluster.device_slots import slots_from_name
     from anyaccel.cluster.ray_cluster import check_slots, join, resources_for

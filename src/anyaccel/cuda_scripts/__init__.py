@@ -1,1 +1,1 @@
-"""Unmodified CUDA scripts on any device."""
+"""Support for running unmodified CUDA scripts on any device."""

@@ -1,6 +1,6 @@
-"""A proxy of torch's CUDA module that maps a script's calls to the actual device.
+"""Proxy for torch's CUDA module that maps a script's calls to the actual device.
 
-Libraries that support several devices (diffusers, accelerate) still get the real module.
+Libraries that support multiple devices (diffusers, accelerate) still use the real module.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NOT_REPORTED = float("nan")
 
 
 class CudaModuleProxy:
-    """The functions of torch's CUDA module that scripts use, implemented for the actual device."""
+    """Functions of torch's CUDA module that scripts use, implemented for the actual device."""
 
     def __init__(self, migration: Migration, module: ModuleType) -> None:
         self._migration, self._driver = migration, migration.opened.driver
@@ -78,14 +78,14 @@ class CudaModuleProxy:
         return self._migration.map_device(device, "device argument").index or 0
 
     def is_available(self) -> bool:
-        """Return True: scripts test this to choose between the accelerator and the CPU."""
+        """Return True, because scripts use this to choose between the accelerator and the CPU."""
         return True
 
     is_initialized = is_available
 
     # Indices are relative to the selected device, like CUDA_VISIBLE_DEVICES.
     def device_count(self) -> int:
-        """Return the number of devices, counted from the selected one."""
+        """Return the number of devices from the selected one onward."""
         return max(1, self._driver.count() - (self._migration.first.index or 0))
 
     def current_device(self) -> int:
@@ -93,12 +93,12 @@ class CudaModuleProxy:
         return (self._migration.device.index or 0) - (self._migration.first.index or 0)
 
     def set_device(self, device: Any) -> None:
-        """Make a device the current one: `cuda` without an index."""
+        """Set the current device, which `cuda` without an index is mapped to."""
         self._migration.device = self._migration.translate(device, "set_device")
 
     @contextmanager
     def device(self, device: Any = None) -> Iterator[None]:
-        """Make a device the current one while the block runs."""
+        """Set the current device while the block runs."""
         before = self._migration.device
         # Like torch, ignore None and negative indices.
         ignored = device < 0 if isinstance(device, int) else device is None or is_host(device)
@@ -111,11 +111,11 @@ class CudaModuleProxy:
 
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        """Run the block in the only stream."""
+        """Run the block without switching streams, because the device has only one."""
         yield
 
     def synchronize(self, device: Any = None) -> None:
-        """Wait for the device."""
+        """Wait until the device has finished all work."""
         self._driver.synchronize(self._index(device))
 
     def empty_cache(self) -> None:
@@ -127,7 +127,7 @@ class CudaModuleProxy:
         return self._driver.device_name(self._index(device))
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
-        """Return (0, 0), the lowest compute capability: scripts then skip CUDA-specific features."""
+        """Return (0, 0), the lowest compute capability, so scripts skip CUDA-specific features."""
         self._migration.note("get_device_capability returned (0, 0): the device has no CUDA compute capability")
         return (0, 0)
 
@@ -139,7 +139,7 @@ class CudaModuleProxy:
         return SimpleNamespace(name=name, total_memory=total, major=major, minor=minor, is_integrated=False)
 
     def get_arch_list(self) -> list[str]:
-        """Return an empty list: the device has no NVIDIA architecture."""
+        """Return an empty list, because the device has no NVIDIA architecture."""
         return []
 
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
@@ -148,15 +148,15 @@ class CudaModuleProxy:
         return not (isinstance(claim, Limit) and claim.effect in ("error", "wrong"))
 
     def is_current_stream_capturing(self) -> bool:
-        """Return False: streams are never captured."""
+        """Return False, because streams are never captured."""
         return False
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the CPU, which draws all noise, and the device."""
+        """Seed the CPU generator, which draws all noise, and the device's generator."""
         self._driver.manual_seed(int(seed))
 
     def seed(self) -> None:
-        """Set a random seed."""
+        """Seed the generators with a random number."""
         self._driver.manual_seed(torch.seed() % 2**63)
 
     seed_all = seed
@@ -167,23 +167,23 @@ class CudaModuleProxy:
 
     # One random state for all devices: a seed gives the same image on each of them.
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """Return the CPU's random state: the CPU draws all noise."""
+        """Return the CPU's RNG state, because the CPU draws all noise."""
         return torch.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        """Set the CPU's random state."""
+        """Set the CPU's RNG state."""
         torch.set_rng_state(state)
 
     def get_rng_state_all(self) -> list[torch.Tensor]:
-        """Return the CPU's random state, once per device."""
+        """Return the CPU's RNG state, once per device."""
         return [torch.get_rng_state()] * self.device_count()
 
     def set_rng_state_all(self, states: Any) -> None:
-        """Set the CPU's random state."""
+        """Set the CPU's RNG state to the first of `states`."""
         torch.set_rng_state(next(iter(states)))
 
     def _read(self, read_statistic: Any) -> Any:
-        """Return a memory statistic; NaN if the device does not report it."""
+        """Return a memory statistic, or NaN if the device does not report it."""
         try:
             return read_statistic()
         except NotMeasurableError as error:
@@ -191,24 +191,24 @@ class CudaModuleProxy:
             return _NOT_REPORTED
 
     def memory_allocated(self, device: Any = None) -> Any:
-        """Return the bytes in use by tensors."""
+        """Return the number of bytes in use by tensors."""
         return self._read(lambda: self._driver.memory(self._index(device)).used_bytes)
 
     def max_memory_allocated(self, device: Any = None) -> Any:
-        """Return the peak of the bytes in use by tensors."""
+        """Return the peak number of bytes in use by tensors."""
         return self._read(lambda: self._driver.max_memory(self._index(device)))
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
-        """Reset the peak."""
+        """Reset the peak memory statistics."""
         self._read(lambda: self._driver.reset_peak_memory(self._index(device)))
 
     def mem_get_info(self, device: Any = None) -> tuple[Any, Any]:
-        """Return the free and total bytes."""
+        """Return the free and total memory in bytes."""
         memory = self._read(lambda: self._driver.memory(self._index(device)))
         return (_NOT_REPORTED, _NOT_REPORTED) if memory is _NOT_REPORTED else (memory.free_bytes, memory.total_bytes)
 
     def memory_stats(self, device: Any = None) -> dict[str, Any]:
-        """Return the available statistics under the keys that scripts read."""
+        """Return the available memory statistics under the keys that scripts read."""
         used, peak = self.memory_allocated(device), self.max_memory_allocated(device)
         return {
             f"{kind}_bytes.all.{moment}": size
@@ -229,7 +229,7 @@ def install_cuda_proxy(migration: Migration) -> None:
 
     # A new class instead of a new module: scripts and libraries may already hold the module object.
     class PatchedCudaModule(ModuleType):
-        """The real module for libraries, the proxy for scripts."""
+        """Module class that gives scripts the proxy's attributes and libraries the real ones."""
 
         def __getattribute__(self, name: str) -> Any:
             # The caller decides: diffusers needs the real CUDA module, the script the proxy.

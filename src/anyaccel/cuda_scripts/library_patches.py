@@ -1,4 +1,4 @@
-"""Patches of diffusers, transformers and safetensors that translate a script's device.
+"""Patches for diffusers, transformers and safetensors that translate a script's device.
 
 A library is patched when the script imports it, not earlier: libraries read environment variables at import, and a
 script may set them first.
@@ -32,7 +32,7 @@ _XFORMERS = "enable_xformers_memory_efficient_attention is ignored: xformers req
 
 
 def install_library_patches(migration: Migration) -> None:
-    """Patch the imported libraries now and the others when they are imported."""
+    """Patch libraries that are already imported, and the others when they are imported."""
     patches: dict[str, ModulePatch] = {
         "diffusers.pipelines.pipeline_utils": _patch_pipelines,
         "diffusers.pipelines.auto_pipeline": _patch_auto_pipelines,
@@ -52,7 +52,7 @@ def install_library_patches(migration: Migration) -> None:
 
 
 class _PatchOnImport(importlib.abc.MetaPathFinder):
-    """Import hook that patches a module right after it was executed."""
+    """Import hook that patches a module right after it is executed."""
 
     def __init__(self, pending: dict[str, ModulePatch], migration: Migration) -> None:
         self.pending, self.migration = pending, migration
@@ -108,7 +108,7 @@ def _patch_modular_pipelines(module: ModuleType, migration: Migration) -> None:
 
 
 def _patch_portable(module: ModuleType, migration: Migration) -> None:
-    """Translate the device for portable pipelines, which place themselves."""
+    """Translate the device arguments of portable pipelines, which handle their own placement."""
 
     def make_to(before: Callable[..., Any]) -> Callable[..., Any]:
         def to(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +163,7 @@ def _ignore_xformers(cls: Any, migration: Migration) -> None:
 
 
 def _patch_to(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """Make `pipe.to("cuda")` place the pipeline; calls without an accelerator are unchanged."""
+    """Make `pipe.to("cuda")` place the pipeline; calls that do not name an accelerator are unchanged."""
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         from anyaccel.runtime.pipeline import Portable  # here: it imports diffusers, which the script may configure
@@ -188,7 +188,7 @@ def _is_accelerator(value: Any, migration: Migration) -> bool:
 
 
 def place_script_pipeline(pipe: Any, device: torch.device, dtype: torch.dtype | None, migration: Migration) -> Any:
-    """Place a pipeline with the script's dtypes, as far as the device supports them."""
+    """Place a pipeline with the script's dtypes where the device supports them."""
     from anyaccel.runtime.pipeline import Portable, make_portable, place
 
     dtypes = {} if dtype is not None else _read_dtypes(pipe)
@@ -204,7 +204,7 @@ def place_script_pipeline(pipe: Any, device: torch.device, dtype: torch.dtype | 
 
 
 def _read_dtypes(pipe: Any) -> dict[Any, torch.dtype]:
-    """Return the models with a dtype other than the pipeline's, such as a float32 VAE, and their dtypes."""
+    """Return the dtype of each model that does not use the pipeline's dtype, such as a float32 VAE."""
     models = [model for model in pipe.components.values() if isinstance(model, torch.nn.Module)]
     dtypes = {model: getattr(model, "dtype", None) for model in models}
     return {model: dtype for model, dtype in dtypes.items() if isinstance(dtype, torch.dtype) and dtype != pipe.dtype}
@@ -246,7 +246,7 @@ def _patch_offload(before: Callable[..., Any], migration: Migration) -> Callable
 
 
 def _patch_group_offload(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """Translate the device of group offloading and place the pipeline."""
+    """Translate the device argument for group offloading and place the pipeline."""
 
     def enable(self: Any, onload_device: Any, *args: Any, use_stream: bool = False, **kwargs: Any) -> None:
         from anyaccel.runtime.pipeline import make_portable
@@ -285,7 +285,7 @@ def _patch_pipeline_loading(before: Callable[..., Any], migration: Migration) ->
 
 
 def _patch_model_loading(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """Make `from_pretrained(…, device_map="cuda")` of a model load to the CPU and move."""
+    """Make a model's `from_pretrained(…, device_map="cuda")` load to the CPU, then move the model to the device."""
 
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         device = _pop_device_map(kwargs, migration)
@@ -296,7 +296,7 @@ def _patch_model_loading(before: Callable[..., Any], migration: Migration) -> Ca
 
 
 def _pop_device_map(options: dict[str, Any], migration: Migration) -> torch.device | None:
-    """Remove a `device_map` with one device from the options and return the device; translate any other map."""
+    """Remove a single-device `device_map` from the options and return its device; translate any other map."""
     device_map = options.get("device_map")
     if isinstance(device_map, dict):
         devices = {module: migration.translate(value, "device_map") for module, value in device_map.items()}
@@ -317,7 +317,7 @@ def _pop_device_map(options: dict[str, Any], migration: Migration) -> torch.devi
 
 
 def _patch_from_pipe(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """Make `from_pipe(pipe)` inherit the placement: it reuses components that are already on the device."""
+    """Make `from_pipe(pipe)` inherit the placement, because it reuses components that are already on the device."""
 
     def from_pipe(cls: Any, pipeline: Any, **kwargs: Any) -> Any:
         from anyaccel.runtime.pipeline import inherit_placement, make_portable

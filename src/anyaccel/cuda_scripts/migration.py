@@ -42,12 +42,12 @@ class ScriptLine:
 
 
 def is_device_aware_library(frame: FrameType) -> bool:
-    """Return whether a frame belongs to a library that supports several devices, not to a script."""
+    """Return whether a frame belongs to a library that supports multiple devices rather than to a script."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _DEVICE_AWARE
 
 
 def read_site(depth: int = 1) -> ScriptLine | None:
-    """Return the innermost line of the script on the stack; None in a thread of a library."""
+    """Return the innermost script line on the stack, or None in a thread started by a library."""
     # Skip the frames of torch and diffusers between the script and this function.
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None and is_device_aware_library(frame):
@@ -57,7 +57,7 @@ def read_site(depth: int = 1) -> ScriptLine | None:
 
 @dataclass
 class Migration:
-    """The device that `cuda` is mapped to, and the record of the mapped calls."""
+    """The device that `cuda` is mapped to, and a record of the mapped calls."""
 
     opened: OpenDevice
     device: torch.device = field(init=False)
@@ -83,12 +83,12 @@ class Migration:
 
     @property
     def title(self) -> str:
-        """The device for messages: `neuron:0 (virtual)`."""
+        """The device name for messages: `neuron:0 (virtual)`."""
         virtual = find_device(self.opened.sheet.name).virtual
         return f"{self.first}{' (virtual)' if virtual else ''}"
 
     def make_plan(self) -> Plan:
-        """Return the plan for code outside of pipelines, such as hand-written denoising loops."""
+        """Return the plan for code outside pipelines, such as hand-written denoising loops."""
         sheet = self.opened.sheet
         facts, options = PipelineFacts(pipeline="script"), PlacementOptions(dtype="float32")
         return make_plan(sheet, facts, options, device=f"{sheet.name}:{self.opened.index}")
@@ -114,7 +114,7 @@ class Migration:
         return self.device if index is None else self.device_at(index, call)
 
     def device_at(self, index: int, call: str) -> torch.device:
-        """Return the device with an index relative to the selected device."""
+        """Return the device at an index relative to the selected device."""
         # All CUDA indices map to the only CPU.
         if is_host(self.first):
             return self.first
@@ -134,11 +134,11 @@ class Migration:
             self.sites.setdefault(site, {})[call] = None
 
     def note(self, text: str) -> None:
-        """Record a note for the summary; repeated notes are shown once, with their first line."""
+        """Add a note to the summary; repeated notes are shown once, with the first line that caused them."""
         self.notes.setdefault(text, read_site())  # a note in a loop would fill the screen
 
     def summarize(self, verbose: bool = False) -> list[str]:
-        """Return the lines of the summary."""
+        """Return the summary as lines of text."""
         count = len(self.sites)
         placed = f"; {self.pipelines} pipeline{'s' if self.pipelines != 1 else ''} placed"
         lines_used = f"on {count} line{'s' if count != 1 else ''}"

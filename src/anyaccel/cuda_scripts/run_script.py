@@ -2,7 +2,7 @@
 
     open the device → create a Migration → patch torch, and libraries at import → run the script
 
-The script runs as with `python SCRIPT`. The patches stay until the process ends.
+The script runs as with `python SCRIPT`. The patches stay in effect until the process ends.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def start_migration(device: str) -> Any:
 
 
 def run_script(path: str, arguments: Sequence[str], device: str = "auto", verbose: bool = False) -> int:
-    """Run a script and return its exit status. SystemExit passes through to the caller."""
+    """Run a script and return its exit status. SystemExit propagates to the caller."""
     code = _read_code(path)
     migration = start_migration(device)
     sys.argv = [path, *arguments]
@@ -97,7 +97,7 @@ def _read_code(path: str) -> bytes:
 
 
 def _execute(source: bytes, path: str) -> None:
-    """Run the script as `__main__`. It stays there: threads, pickle and atexit functions look it up."""
+    """Run the script as `__main__`, and keep that module for threads, pickle and atexit functions."""
     module = ModuleType("__main__")
     file = os.path.abspath(path)
     vars(module).update({"__file__": file, "__builtins__": __builtins__, "__cached__": None})
@@ -106,7 +106,7 @@ def _execute(source: bytes, path: str) -> None:
 
 
 def _print_traceback(error: BaseException, path: str) -> None:
-    """Print the traceback as `python SCRIPT` would, without the frames of anyaccel."""
+    """Print the traceback as `python SCRIPT` would, without anyaccel's frames."""
     file = os.path.abspath(path)
     trace: TracebackType | None = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != file:
@@ -115,14 +115,14 @@ def _print_traceback(error: BaseException, path: str) -> None:
 
 
 def _wait_for_threads() -> None:
-    """Wait for the script's threads, as Python does at exit: the summary includes their calls."""
+    """Wait for the script's threads, as Python does at exit, so the summary includes their calls."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
 
 
 def _note_cause(error: Exception, migration: Any) -> None:
-    """Add a note with the line and the reason if the error comes from something that cannot be mapped."""
+    """Add a note with the line and the reason if the error comes from a feature that cannot be mapped."""
     reason = _find_reason(error, migration.source_type)
     if reason and not isinstance(error, AnyaccelError):
         line = _find_script_line(error.__traceback__)
@@ -154,7 +154,7 @@ def _list_frames(trace: TracebackType | None) -> list[Any]:
 
 
 def _find_script_line(trace: TracebackType | None) -> Any:
-    """Return the innermost line of the script in a traceback."""
+    """Return the innermost script line in a traceback."""
     from anyaccel.cuda_scripts.migration import ScriptLine, is_device_aware_library
 
     site = None

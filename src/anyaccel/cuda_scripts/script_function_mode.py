@@ -1,7 +1,7 @@
-"""The `__torch_function__` mode of a whole script: it maps the device in every torch call.
+"""The `__torch_function__` mode for a whole script, which maps the device in every torch call.
 
-A placed pipeline has its own mode while it runs. This mode is for the code around it: factories, moves and
-hand-written denoising loops.
+A placed pipeline has its own mode while it runs. This mode covers the code around it: tensor factories, device moves
+and hand-written denoising loops.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BUILDERS = ("tensor", "as_tensor", "asarray", "from_dlpack")
 
 
 class ScriptFunctionMode(PipelineFunctionMode):
-    """Maps the device of a torch call, then applies the workarounds of a pipeline."""
+    """Mode that maps the device of a torch call, then applies the pipeline workarounds."""
 
     def __init__(self, migration: Migration, mode: PipelineFunctionMode) -> None:
         # Only the keys are used, to know which functions draw random values.
@@ -51,7 +51,7 @@ class ScriptFunctionMode(PipelineFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run one torch call."""
+        """Map the device of one torch call, then run it."""
         # Before the handlers of the pipeline mode, which expect the actual device.
         translator = self.translators.get(func)
         if translator is not None:
@@ -92,11 +92,11 @@ class ScriptFunctionMode(PipelineFunctionMode):
         return Tensor.to, (args[0], device), kwargs
 
     def _is_on_accelerator(self, tensor: Any, frame: Any) -> bool:
-        """Return `tensor.is_cuda` for a script: whether the tensor is on the accelerator. Libraries get False."""
+        """Return a script's `tensor.is_cuda`: whether the tensor is on the accelerator. Libraries always see False."""
         return not is_device_aware_library(frame) and is_on(tensor.device, self.migration.device.type)
 
     def _pin(self, func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-        """Pin the tensor's memory, or return the tensor if the device does not support it."""
+        """Pin the tensor's memory, or return the tensor unchanged if the device does not support pinning."""
         try:
             return func(*args[:1])
         except (RuntimeError, NotImplementedError):
@@ -133,7 +133,7 @@ def install_function_mode(migration: Migration) -> ScriptFunctionMode:
 
 
 def _draw_on_device(handler: Handler) -> Handler:
-    """Use the handler for draws on the device only. A draw on the CPU may be a pipeline's own and stays unchanged."""
+    """Apply the handler only to random draws on the device; CPU draws may belong to a pipeline and are unchanged."""
 
     def draw(func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         device = kwargs.get("device") or next((value.device for value in args if isinstance(value, Tensor)), None)
@@ -144,7 +144,7 @@ def _draw_on_device(handler: Handler) -> Handler:
 
 
 def _ignore_stream(self: Tensor, stream: Any) -> None:
-    """Ignore the stream: there is only one, so memory is never reused too early."""
+    """Ignore the stream, because there is only one and memory is never reused too early."""
 
 
 def _translate_builder(build: Callable[..., Any], migration: Migration) -> Callable[..., Any]:

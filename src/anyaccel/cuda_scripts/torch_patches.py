@@ -30,7 +30,7 @@ def install_torch_patches(migration: Migration) -> None:
 
 
 def _use_cpu_generator(original: Any, migration: Migration) -> Any:
-    """Make `torch.Generator("cuda")` a CPU generator: a seed gives the same noise on every device."""
+    """Make `torch.Generator("cuda")` a CPU generator, so a seed produces the same noise on every device."""
 
     def build(device: Any = "cpu") -> Any:
         migration.translate(device, "Generator")
@@ -40,7 +40,7 @@ def _use_cpu_generator(original: Any, migration: Migration) -> Any:
 
 
 def _translate_first_argument(class_name: str, name: str, migration: Migration, with_index: bool = False) -> None:
-    """Translate the first argument of a constructor, a device or device type, and adjust its `dtype` argument."""
+    """Patch a constructor to translate its first argument (a device or device type) and adjust its `dtype`."""
     call = class_name.rpartition(".")[2]
 
     def change(initialize: Any) -> Any:
@@ -59,7 +59,7 @@ def _translate_first_argument(class_name: str, name: str, migration: Migration, 
 
 
 def _translate_map_location(load: Any, migration: Migration) -> Any:
-    """Translate the `map_location` of `torch.load`."""
+    """Translate the `map_location` argument of `torch.load`."""
 
     @functools.wraps(load)
     def load_mapped(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ def _choose_backend(original: Any, migration: Migration) -> Any:
 
 
 def _find_skip_reason(backend: str, migration: Migration) -> str:
-    """Return why the model is not compiled; an empty string if it is."""
+    """Return why the model is not compiled, or an empty string if it is."""
     if not backend:
         return "torch.compile is ignored: the device has no known compiler"
     if backend in _GENERIC_BACKENDS and find_device(migration.opened.sheet.name).virtual:

@@ -1,13 +1,13 @@
-"""Object recognition for images of the embedded model, by comparison with the glyphs of its training data.
+"""Object recognition for images from the embedded model, by comparison with the glyphs in its training data.
 
-1. The median color of the border is the background color, rounded to the nearest training color.
+1. The median color of the border, rounded to the nearest training color, is the background color.
 2. The pixels that differ from the background are cropped and scaled to a small square, the descriptor.
 3. The result is the training glyph with the nearest descriptor on the same background.
 
 Glyphs that this method cannot distinguish share a group. The groups were fixed before training.
 
-Known limitations: only objects from the training data are recognized, and none in the color of the background. Two
-objects are separated by splitting the image in the middle.
+Known limitations: only objects from the training data are recognized, and only if they differ from the background
+color. Two objects are separated by splitting the image in the middle.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _NO_JITTER = ((0.0, 0.0, 1.0),)
 
 @dataclass(frozen=True)
 class Verdict:
-    """Objects recognized in an image or in a half of it."""
+    """The objects recognized in an image or in one half of it."""
 
     names: tuple[str, ...]
     """Nearest objects, best first: `("red apple", "tomato", …)`; empty if the image shows nothing."""
@@ -67,7 +67,7 @@ class Verdict:
 
 
 class Judge:
-    """Recognizes objects: `load_judge().classify(image).names[0]`."""
+    """An object recognizer: `load_judge().classify(image).names[0]`."""
 
     def __init__(self, glyphs: Array, names: list[str], groups: list[int]) -> None:
         self.glyphs, self.names, self.groups = glyphs, names, groups
@@ -79,7 +79,7 @@ class Judge:
         return min(BACKGROUNDS, key=lambda name: float(((np.asarray(BACKGROUNDS[name]) - color) ** 2).sum()))
 
     def classify(self, image: Image.Image, side: str = "whole", best: int = 5) -> Verdict:
-        """Return the `best` nearest objects for the `whole` image, its `left` or its `right` half."""
+        """Return the `best` nearest objects for the `whole` image, or for its `left` or `right` half."""
         pixels = _as_array(image)
         references = self._reference_descriptors(self.background(image))
         background = _border_color(pixels)
@@ -98,11 +98,11 @@ class Judge:
         return Verdict(names, groups, float(np.sqrt(distances[ranking[0]])))
 
     def group_of(self, name: str) -> int:
-        """Return the group of an object."""
+        """Return the group that an object belongs to."""
         return self.groups[self.names.index(name)]
 
     def _reference_descriptors(self, background: str) -> Array:
-        """Return the descriptors of all glyphs on a background."""
+        """Return the descriptors of all glyphs on a background color."""
         if background not in self._descriptors:
             color = np.asarray(BACKGROUNDS[background], np.float32) / 255
             self._descriptors[background] = np.stack([self._describe_glyph(glyph, color) for glyph in self.glyphs])
@@ -110,7 +110,7 @@ class Judge:
 
     @staticmethod
     def _describe_glyph(glyph: Array, color: Array) -> Array:
-        """Return the descriptor of a glyph drawn on a color."""
+        """Return the descriptor of a glyph drawn on a background color."""
         alpha = glyph[..., 3:]
         # A margin of 8 pixels, because some glyphs touch the border of their tile.
         drawn = np.pad(glyph[..., :3] * alpha + color * (1 - alpha), ((8, 8), (8, 8), (0, 0)), constant_values=-1)
@@ -122,7 +122,7 @@ class Judge:
 
 @functools.cache
 def load_judge() -> Judge:
-    """Return the judge with the glyphs of the embedded model."""
+    """Return a judge with the embedded model's glyphs."""
     things = json.loads((_FOLDER / "things.json").read_text(encoding="utf-8"))["things"]
     with Image.open(_FOLDER / "glyphs.webp") as sheet:
         pixels = np.asarray(sheet.convert("RGBA"), np.float32) / 255
@@ -137,14 +137,14 @@ def _as_array(image: Image.Image) -> Array:
 
 
 def _border_color(pixels: Array) -> Array:
-    """Return the median color of a border of two pixels."""
+    """Return the median color of the border, which is two pixels wide."""
     edge = [pixels[:2].reshape(-1, 3), pixels[-2:].reshape(-1, 3), pixels[:, :2].reshape(-1, 3)]
     color: Array = np.median(np.concatenate([*edge, pixels[:, -2:].reshape(-1, 3)]), axis=0)
     return color
 
 
 def _find_box(pixels: Array, background: Array) -> tuple[float, float, float, float] | None:
-    """Return top, left, bottom and right of the pixels that differ from the background, or None."""
+    """Return the bounding box (top, left, bottom, right) of the pixels that differ from the background, or None."""
     difference = np.abs(pixels - background).max(2)
     padded = np.pad(difference, 1, mode="edge")
     height, width = difference.shape
@@ -160,7 +160,7 @@ def _find_box(pixels: Array, background: Array) -> tuple[float, float, float, fl
 def _crop(
     pixels: Array, box: tuple[float, float, float, float], background: Array, jitter: tuple[tuple[float, ...], ...]
 ) -> Array:
-    """Return one descriptor per jitter: the box as a centered square on the background, moved and scaled."""
+    """Crop the box to a square on the background, and return one shifted and scaled descriptor per jitter entry."""
     top, left, bottom, right = box
     longest = max(bottom - top, right - left)
     margin = int(longest) + 2

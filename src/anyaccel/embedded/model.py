@@ -1,4 +1,4 @@
-"""Location and call defaults of the embedded model."""
+"""Location and default call arguments of the embedded model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FOLDER = Path(__file__).parent / "weights"
 
 
 def find_embedded_model() -> Path:
-    """Return the folder of the model, for `diffusers.DiffusionPipeline.from_pretrained`."""
+    """Return the folder with the embedded model, for `diffusers.DiffusionPipeline.from_pretrained`."""
     if not (_FOLDER / "model_index.json").is_file():
         raise ModelError(
             f"the embedded model is missing at {_FOLDER}",

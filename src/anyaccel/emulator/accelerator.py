@@ -37,7 +37,7 @@ class VirtualAccelerator:
         self.round_trips = 0
 
     def restart(self, sheet: Sheet, capacity_bytes: int | None, strict: bool) -> None:
-        """Enforce limits again with new options and an empty ledger; live tensors still count as used memory."""
+        """Restart enforcement with new options and an empty ledger; live tensors still count toward memory use."""
         self.sheet, self.strict, self.capacity_bytes = sheet, strict, capacity_bytes
         self.limits = LimitIndex(sheet)
         # Not a new tracker: tensors of the previous run still use memory.

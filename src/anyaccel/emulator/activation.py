@@ -36,8 +36,8 @@ def virtual(
 ) -> Iterator[VirtualAccelerator]:
     """Run a block with a virtual accelerator: `with anyaccel.virtual("hpu", memory="gaudi2") as v: print(v.ledger)`.
 
-    `memory` is a size (`"16GiB"`, bytes) or a product of the sheet. Enforcement stops at the end of the block; the
-    device type stays registered until the process ends. With `strict`, limits with the effect "error" raise.
+    `memory` is a size (`"16GiB"` or a number of bytes) or a product on the sheet. Limits are enforced until the block
+    ends; the device type stays registered until the process ends. With `strict`, limits with the effect "error" raise.
     """
     accelerator = start(name, count=count, memory=memory, strict=strict)
     try:
@@ -65,7 +65,7 @@ def start(name: str, count: int = 1, memory: str | int | None = None, strict: bo
 
 
 def start_spec(spec: DeviceSpec) -> DeviceSpec:
-    """Start the virtual devices of a spec unless this process has them; return the spec of the device to open."""
+    """Start the virtual devices for a spec unless they are running; return the spec of the device to open."""
     if not find_device(spec.name).virtual:
         start(spec.name, count=spec.require_count(), memory=spec.product or spec.memory, strict=spec.strict)
     return DeviceSpec(name=spec.name, index=spec.index, given_by=spec.given_by)
@@ -114,7 +114,7 @@ def _restart(
 
 
 def _read_product(sheet: Sheet, memory: str | int | None) -> tuple[Sheet, int | None]:
-    """Return the sheet, narrowed to the product if `memory` names one, and the capacity in bytes."""
+    """Return the sheet, restricted to a product if `memory` names one, and the capacity in bytes."""
     versions = this_machine().versions
     if memory is None:
         return sheet.on(versions=versions), None

@@ -31,7 +31,7 @@ def npu_fusion_attention(
 
 
 def npu_geglu(hidden: torch.Tensor, dim: int = -1, approximate: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first half times the GELU of the second half, and that GELU; `approximate=1` selects tanh."""
+    """Return the first half times the GELU of the second half, and the GELU itself; `approximate=1` selects tanh."""
     value, gate = hidden.chunk(2, dim=dim)
     activated = functional.gelu(gate, approximate="tanh" if approximate else "none")
     return value * activated, activated
@@ -40,7 +40,7 @@ def npu_geglu(hidden: torch.Tensor, dim: int = -1, approximate: int = 1) -> tupl
 def npu_rms_norm(
     hidden: torch.Tensor, weight: torch.Tensor, epsilon: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply root mean square normalization; return the result and the factor."""
+    """Apply RMS normalization; return the result and the reciprocal RMS."""
     # Computed in float32 and rounded before the weight is applied.
     factor = torch.rsqrt(hidden.float().pow(2).mean(-1, keepdim=True) + epsilon)
     return (hidden.float() * factor).to(hidden.dtype) * weight, factor

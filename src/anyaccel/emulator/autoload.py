@@ -54,7 +54,7 @@ def _start(request: str) -> None:
 
 
 def _find_ledger_path() -> str:
-    """Return the absolute path of the ledger file. Child processes write next to it, with their process ID."""
+    """Return the absolute path of the ledger file. A child process adds its process ID to the file name."""
     value = os.environ.get(LEDGER_VARIABLE, "")
     if not value:
         return ""

@@ -23,7 +23,7 @@ __all__ = ["install_collectives"]
 
 
 def install_collectives(accelerator: VirtualAccelerator) -> None:
-    """Register the backend that the sheet names with `init_process_group`, and the package it comes from."""
+    """Register the distributed backend that the sheet names, and make its package importable."""
     distributed = accelerator.sheet.distributed
     if not isinstance(distributed, Distributed) or not torch.distributed.is_available():
         return
@@ -46,12 +46,12 @@ def _replace_builtin_backend(name: str) -> None:
 
 
 class _GlooBackend:
-    """A gloo backend with the constructor of a built-in vendor backend."""
+    """A gloo backend with the constructor signature of a built-in vendor backend."""
 
     Options = SimpleNamespace
 
     def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
-        """Return a gloo process group; only the timeout of the options applies."""
+        """Return a gloo process group; only the timeout is read from the options."""
         return _make_gloo(store, rank, size, read_timeout(options))
 
 

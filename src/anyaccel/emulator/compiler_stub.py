@@ -1,8 +1,8 @@
-"""Stub of the vendor's compiler: `torch.compile(backend="neuron")` on a virtual device.
+"""Stub for the vendor's compiler: `torch.compile(backend="neuron")` on a virtual device.
 
 The stub compiles nothing: a graph runs operation by operation, and each operation is checked against the limits. It
 records what a vendor's compiler would do: one graph per set of input shapes, the line of each graph break, and one
-artifact file per graph in the cache folder of the vendor, where later processes load it.
+artifact file per graph in the vendor's cache folder, from which later processes load it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """A line at which a graph ended and Python took over."""
+    """A source line at which a graph ended and Python resumed."""
 
     file: str
     line: int
@@ -66,7 +66,7 @@ class GraphBreak:
 
 @dataclass
 class CompileLog:
-    """Graphs and graph breaks of this process."""
+    """Graphs and graph breaks in this process."""
 
     graphs: list[Graph] = field(default_factory=list)
     breaks: list[GraphBreak] = field(default_factory=list)
@@ -79,12 +79,12 @@ class CompileLog:
 
     @property
     def recompilations(self) -> list[Graph]:
-        """Graphs compiled because the inputs of already compiled code changed."""
+        """Graphs that were compiled again because the inputs changed."""
         return [graph for graph in self.graphs if graph.recompiles]
 
 
 def install_compiler(accelerator: VirtualAccelerator) -> None:
-    """Register the vendor's backend with torch.compile, if the sheet names one that torch does not have."""
+    """Register the vendor's backend with torch.compile, if the sheet names one that torch does not provide."""
     skip_in_graphs(__package__)  # dynamo must not trace the emulator into a program's graph
     compiler = accelerator.sheet.compiler
     if not isinstance(compiler, Compiler) or compiler.backend == "inductor":
@@ -101,7 +101,7 @@ def install_compiler(accelerator: VirtualAccelerator) -> None:
 
 
 def _enforce_static_shapes(original: Any, accelerator: VirtualAccelerator, compiler: Compiler) -> Any:
-    """Return a torch.compile that enforces `dynamic=False` if the backend requires static shapes."""
+    """Return a `torch.compile` wrapper that enforces `dynamic=False` if the backend requires static shapes."""
 
     def compile_for_device(model: Any = None, **options: Any) -> Any:
         if options.get("backend") == compiler.backend and not compiler.dynamic:
@@ -136,7 +136,7 @@ def _record_graph(
 
 
 def _format_input(value: Any) -> str:
-    """Return dtype and shape (`float32[1, 4]`), without the device index: all devices share an artifact."""
+    """Return an input's dtype and shape (`float32[1, 4]`) without the device index: all devices share artifacts."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return f"{type(value).__name__}:{value}"
@@ -171,7 +171,7 @@ def _load_or_write_artifact(compiler: Compiler, digest: str, inputs: tuple[str, 
 
 
 def _read_artifact(path: Path, digest: str) -> dict[str, Any] | None:
-    """Return the content of an artifact; None if it is missing or damaged."""
+    """Return the content of an artifact, or None if it is missing or damaged."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Patches of torch and safetensors functions that access a device before they reach the dispatcher."""
+"""Patches for torch and safetensors functions that access a device before they reach the dispatcher."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _is_virtual(device: Any, accelerator: VirtualAccelerator) -> bool:
 
 
 def _build_on_cpu(build: Callable[..., torch.Tensor], accelerator: VirtualAccelerator) -> Callable[..., torch.Tensor]:
-    """Build the tensor on the CPU and move it: `torch.tensor([1], device=…)` writes the data before it dispatches."""
+    """Build the tensor on the CPU, then move it: `torch.tensor([1], device=…)` writes the data before dispatch."""
 
     @functools.wraps(build)
     def build_and_move(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -79,14 +79,14 @@ def _build_on_cpu(build: Callable[..., torch.Tensor], accelerator: VirtualAccele
 
 
 def _read_scalars(data: Any) -> Any:
-    """Replace device tensors in nested lists with their values; each is a host read, as on hardware."""
+    """Replace device tensors in nested lists with their values; each one counts as a device-to-CPU read."""
     if isinstance(data, VirtualTensor):
         return data.item() if data.numel() == 1 else data.tolist()
     return [_read_scalars(item) for item in data] if isinstance(data, list | tuple) else data
 
 
 def _build_from_device_scalars(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Support device scalars in `torch.Tensor([x, y])`; each is a host read, as on hardware."""
+    """Support device scalars in `torch.Tensor([x, y])`; each one counts as a device-to-CPU read."""
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is torch.Tensor and args and isinstance(args[0], list | tuple):
@@ -99,7 +99,7 @@ def _build_from_device_scalars(build: Callable[..., Any]) -> Callable[..., Any]:
 def _swap_parameters(apply: Callable[..., Any]) -> Callable[..., Any]:
     """Swap parameters when a module moves to or from the device; identity is preserved, so tied weights stay tied.
 
-    By default torch assigns `.data`, which would put CPU data into the wrapper of a device tensor.
+    By default torch assigns `.data`, which would put CPU data into a device tensor's wrapper.
     """
 
     @functools.wraps(apply)
@@ -126,7 +126,7 @@ def _detach_computed_weights(module: torch.nn.Module) -> None:
 
 
 def _seed_all_devices(seed_cpu: Callable[[Any], Any], accelerator: VirtualAccelerator) -> Callable[[Any], Any]:
-    """Make `torch.manual_seed` seed the virtual devices; torch itself seeds only registered vendor modules."""
+    """Make `torch.manual_seed` also seed the virtual devices; torch itself seeds only registered vendor modules."""
 
     @functools.wraps(seed_cpu)
     def seed_all(seed: Any) -> Any:
@@ -157,7 +157,7 @@ def _replace_data(plain: Any) -> property:
 
 
 def _pin_memory(pinned: weakref.WeakSet[torch.UntypedStorage]) -> Callable[..., torch.Tensor]:
-    """Return a `Tensor.pin_memory` that copies and records the storage; torch's requires a driver."""
+    """Return a `Tensor.pin_memory` that copies the tensor and records its storage; torch's own requires a driver."""
 
     def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
         # A Python function must call the active function modes itself; torch's C++ method does it implicitly.
@@ -184,7 +184,7 @@ def _is_pinned(pinned: weakref.WeakSet[torch.UntypedStorage]) -> Callable[..., b
 
 
 def _load_to_device(original: Callable[..., Any], accelerator: VirtualAccelerator) -> Callable[..., Any]:
-    """Make `torch.load(…, map_location=device)` load to the CPU and move: the device has no storages."""
+    """Make `torch.load(…, map_location=device)` load to the CPU, then move: the virtual device has no storages."""
 
     @functools.wraps(original)
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +207,7 @@ def _load_to_device(original: Callable[..., Any], accelerator: VirtualAccelerato
 
 
 def _make_accelerator_functions(accelerator: VirtualAccelerator) -> dict[str, Any]:
-    """Return the functions of `torch.accelerator` for the virtual device."""
+    """Return the `torch.accelerator` functions for the virtual device."""
     module = torch.get_device_module(accelerator.name)
     return {
         "current_accelerator": lambda check_available=False: torch.device(accelerator.name),
@@ -230,7 +230,7 @@ def _make_accelerator_functions(accelerator: VirtualAccelerator) -> dict[str, An
 
 
 def _load_safetensors(original: Any, accelerator: VirtualAccelerator) -> type:
-    """Return a `safe_open` that reads to the CPU and moves; safetensors accepts a fixed list of devices."""
+    """Return a `safe_open` that loads to the CPU, then moves: safetensors accepts only a fixed list of devices."""
 
     class SafeOpen:
         """`safetensors.safe_open` with support for the virtual device."""

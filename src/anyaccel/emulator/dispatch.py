@@ -63,7 +63,7 @@ class _Call:
         return value
 
     def _to_cpu_fake(self, value: FakeTensor) -> torch.Tensor:
-        """Return a fake CPU tensor for a fake device tensor, which factories create while a graph is traced."""
+        """Return a fake CPU tensor for a fake device tensor; factories create those while a graph is traced."""
         self.device = self.device or value.device
         with value.fake_mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_CPU)
@@ -116,7 +116,7 @@ def _choose_target(accelerator: VirtualAccelerator, call: _Call, kwargs: dict[st
 
 
 def _check_devices(call: _Call, facts: OperationFacts) -> None:
-    """Raise torch's error for CPU tensors in an operation on the device. Zero-dimensional tensors are allowed."""
+    """Raise torch's error for CPU tensors in an operation on the device, unless they are zero-dimensional."""
     if call.device is None:
         return
     # A CPU tensor cannot be indexed by device tensors; the reverse works.
@@ -142,7 +142,7 @@ def _make_device_error(first: torch.device, second: torch.device, name: str) -> 
 def _use_own_generator(
     accelerator: VirtualAccelerator, func: Any, kwargs: dict[str, Any], target: torch.device
 ) -> None:
-    """Draw from the device's generator by default; reject a generator of another device."""
+    """Draw from the device's generator by default; reject a generator for another device."""
     generator = kwargs.get("generator")
     if generator is None:
         kwargs["generator"] = accelerator.generators[target.index or 0]
@@ -156,9 +156,9 @@ def _use_own_generator(
 def _draw_with_device_state(
     accelerator: VirtualAccelerator, func: Any, args: Any, kwargs: Any, target: torch.device
 ) -> Any:
-    """Run an operation without a generator argument (dropout): it draws from the CPU's default generator.
+    """Run an operation without a generator argument (dropout), which draws from the CPU's default generator.
 
-    That generator gets the device's state for the call, and its own state back afterward.
+    The CPU generator has the device's state during the call, and its own state is restored afterward.
     """
     device_generator, cpu_generator = accelerator.generators[target.index or 0], torch.default_generator
     with _CPU_GENERATOR_LOCK:
@@ -180,7 +180,7 @@ def _enforce(
     target: torch.device,
     call: _Call,
 ) -> Any:
-    """Check an operation against the sheet; return the device's result, with its NaNs and narrowed dtypes."""
+    """Check an operation against the sheet; return the device's result, including NaNs and narrowed dtypes."""
     if facts.reads_to_host or _copies_to_cpu(facts, call, target, args):
         accelerator.record_host_read(facts.label)
     if is_host(target):
@@ -212,7 +212,7 @@ def _enforce_on_call(
 
 
 def _has_offset_scalar(call: _Call) -> bool:
-    """Return whether a CPU scalar is an element of a larger tensor, such as `sigmas[3]`."""
+    """Return whether a CPU scalar is a view into a larger tensor, such as `sigmas[3]`."""
     return any(tensor.dim() == 0 and tensor.storage_offset() for tensor in call.cpu_tensors)
 
 
@@ -231,14 +231,14 @@ def _enforce_on_result(accelerator: VirtualAccelerator, facts: OperationFacts, t
 
 
 def _narrow(limits: LimitIndex, tensor: torch.Tensor) -> None:
-    """Round to the dtype that the device stores, while torch still reports the wider dtype."""
+    """Round values to the dtype that the device actually stores; the tensor still reports the wider dtype."""
     entry = limits.dtypes.get(tensor.dtype)
     if entry is not None and entry[1].effect == "narrowed" and entry[1].becomes and not entry[1].contradicted_by:
         tensor.copy_(tensor.to(getattr(torch, entry[1].becomes)))
 
 
 def _enforce_on_scores(accelerator: VirtualAccelerator, facts: OperationFacts, args: list[Any]) -> None:
-    """Check the size of the attention scores, computed from the shapes: the CPU kernel does not materialize them."""
+    """Check the size of the attention scores from the shapes, because the CPU kernel does not materialize them."""
     query, key = args[0], args[1]
     elements = math.prod(query.shape[:-1]) * key.shape[-2]
     for name, limit in accelerator.limits.match_size(elements, query.element_size(), scores=True):
@@ -246,7 +246,7 @@ def _enforce_on_scores(accelerator: VirtualAccelerator, facts: OperationFacts, a
 
 
 def _count_scores(accelerator: VirtualAccelerator, args: list[Any], target: torch.device) -> None:
-    """Count the memory of the scores on devices without fused attention: two float32 copies."""
+    """Count two float32 copies of the attention scores on devices without fused attention."""
     if isinstance(accelerator.sheet.fused_attention, Limit):
         query, key = args[0], args[1]
         accelerator.memory.count_transient(2 * 4 * math.prod(query.shape[:-1]) * key.shape[-2], target.index or 0)
@@ -295,7 +295,7 @@ def _wrap_result(result: Any, target: torch.device, call: _Call, facts: Operatio
 
 
 def _sync_shape(written: VirtualTensor) -> VirtualTensor:
-    """Give a wrapper the current shape of its inner tensor after an in-place operation (`resize_`, `squeeze_`)."""
+    """Update a wrapper's shape after an in-place operation on its inner tensor (`resize_`, `squeeze_`)."""
     inner = written._inner
     layout_changed = written.stride() != inner.stride() or written.storage_offset() != inner.storage_offset()
     if written.shape != inner.shape or layout_changed:

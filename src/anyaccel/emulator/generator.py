@@ -1,4 +1,4 @@
-"""Generators of a virtual device: CPU generators that report the virtual device."""
+"""Generators for virtual devices: CPU generators that report the virtual device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class VirtualGenerator(PlainGenerator):
         return _rebuild_generator, (str(self.device), self.get_state())
 
     def clone_state(self) -> VirtualGenerator:
-        """Return a generator of the same device in the same state."""
+        """Return a generator on the same device with the same state."""
         return _make_generator(self.device, self.get_state())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualGenerator:
@@ -57,7 +57,7 @@ def _rebuild_generator(device: str, state: torch.Tensor) -> torch.Generator:
 
 
 def install_generator(accelerator: VirtualAccelerator) -> None:
-    """Make `torch.Generator("hpu")` return a generator of the virtual device; other calls are unchanged."""
+    """Make `torch.Generator("hpu")` return a generator for the virtual device; other calls are unchanged."""
 
     def replace(original: Any) -> Any:
         def build(device: Any = "cpu") -> Any:

@@ -1,4 +1,4 @@
-"""Index of a sheet's limits by operation, dtype and size, for a fast check of each operation."""
+"""Index of a sheet's limits by operation, dtype and size, for fast checks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def read_operation(func: Any) -> OperationFacts:
 
 @dataclass
 class LimitIndex:
-    """A sheet's limits by trigger. Limits that depend on an unspecified product or version are left out."""
+    """Index of a sheet's limits, without those that depend on an unspecified product or version."""
 
     sheet: Sheet
     dtypes: dict[torch.dtype, tuple[str, DtypeLimit]] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class LimitIndex:
 
 
 def _is_certain(limit: Limit) -> bool:
-    """Return whether to enforce a limit: not if its condition is undecided, or if it is inferred and contradicted."""
+    """Return whether to enforce a limit: its condition is decided, and it is not both inferred and contradicted."""
     return not limit.conditional and not (limit.evidence == "inferred" and limit.contradicted_by)
 
 

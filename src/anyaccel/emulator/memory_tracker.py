@@ -1,4 +1,4 @@
-"""Memory accounting of the virtual devices: exact bytes of live storages."""
+"""Memory accounting for the virtual devices: exact bytes of live storages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["MemoryTracker"]
 
 
 class MemoryTracker:
-    """Current and peak bytes per device. Views share a storage, which counts once."""
+    """Current and peak bytes per device. A storage shared by several views counts once."""
 
     def __init__(self, count: int, capacity_bytes: int | None) -> None:
         self.capacity_bytes = capacity_bytes
@@ -25,7 +25,7 @@ class MemoryTracker:
         self._peak = [0] * count
 
     def add(self, tensor: torch.Tensor, index: int) -> None:
-        """Count a tensor's storage on a device; raise `torch.OutOfMemoryError` beyond the capacity."""
+        """Count a tensor's storage on a device; raise `torch.OutOfMemoryError` if it exceeds the capacity."""
         storage = tensor.untyped_storage()
         key, size = read_address(storage), storage.nbytes()
         with self._lock:
@@ -62,7 +62,7 @@ class MemoryTracker:
         return self._peak[index]
 
     def reset_peak(self, index: int) -> None:
-        """Set the peak to the current use."""
+        """Reset the peak to the current number of bytes in use."""
         with self._lock:
             self._peak[index] = self._used[index]
 

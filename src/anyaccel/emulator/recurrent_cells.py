@@ -1,4 +1,4 @@
-"""Recurrent cells written with torch operations: torch selects fused cells by device type, and the CPU has none."""
+"""Recurrent cells written with torch operations: torch selects fused cells by device type, with none for the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams and events of a synchronous device: work is complete when the call that enqueues it returns."""
+"""Streams and events for a synchronous device: work is complete when the call that enqueues it returns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Event", "Stream", "make_stream_classes"]
 
 
 class Stream:
-    """A stream of a synchronous device."""
+    """A stream on a synchronous device."""
 
     event: type[Event]
 
@@ -23,10 +23,10 @@ class Stream:
         self.event.wait_for_device()
 
     def wait_stream(self, other: Any) -> None:
-        """Return immediately: the other stream's work is already complete."""
+        """Return immediately, because the other stream's work is already complete."""
 
     def wait_event(self, event: Any) -> None:
-        """Return immediately: the event is already complete."""
+        """Return immediately, because the event is already complete."""
 
     def record_event(self, event: Any = None) -> Any:
         """Record an event, by default a new one, and return it."""
@@ -60,10 +60,10 @@ class Event:
         self.time_s = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
-        """Return immediately: the event is already complete."""
+        """Return immediately, because the event is already complete."""
 
     def synchronize(self) -> None:
-        """Return immediately: the event is already complete."""
+        """Return immediately, because the event is already complete."""
 
     def query(self) -> bool:
         """Return whether the event is complete."""
@@ -75,7 +75,7 @@ class Event:
 
 
 def make_stream_classes(wait_for_device: Callable[[], None]) -> tuple[type[Stream], type[Event]]:
-    """Return the classes `Stream` and `Event` of a device."""
+    """Return the `Stream` and `Event` classes for a device."""
     # torch.NAME.Event() has no device argument, so the class itself must know how to wait.
     event = type("Event", (Event,), {"wait_for_device": staticmethod(wait_for_device)})
     return type("Stream", (Stream,), {"event": event}), event

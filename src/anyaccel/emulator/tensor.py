@@ -1,4 +1,4 @@
-"""Tensors of a virtual accelerator: wrappers on the virtual device around a CPU tensor."""
+"""Tensors on a virtual accelerator: wrappers around CPU tensors that report the virtual device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class VirtualTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, device: torch.device | None = None, requires_grad: bool = False) -> Any:
-        """Wrap a CPU tensor and share its storage, so views alias."""
+        """Wrap a CPU tensor and share its storage, so views still alias each other."""
         # accelerate's offload calls `type(parameter)(data, requires_grad=…)`, without a device.
         if device is None:
             return torch.nn.Parameter(inner, requires_grad)
@@ -77,7 +77,7 @@ class VirtualTensor(torch.Tensor):
         return rebuilt
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Raise TypeError, as on hardware: NumPy cannot read device memory."""
+        """Raise TypeError, as on hardware, because NumPy cannot read device memory."""
         if force:
             return self.detach().cpu().numpy()
         raise TypeError(
@@ -102,7 +102,7 @@ class VirtualTensor(torch.Tensor):
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]
-        """Return a tensor with this data, by default with the dtype and device of this tensor."""
+        """Return a tensor with this data, by default with this tensor's dtype and device."""
         defaults: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         return torch.tensor(data, **defaults | {name: value for name, value in options.items() if value is not None})
 
@@ -123,7 +123,7 @@ class VirtualTensor(torch.Tensor):
         return self._inner.untyped_storage()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the CPU data and the device, as torch does for tensors of other devices."""
+        """Pickle the CPU data and the device, as torch does for tensors on other devices."""
         values = (self._inner.detach(), self.dtype, str(self.device), self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             plain = VirtualTensor(self._inner.detach(), self.device)
@@ -152,7 +152,7 @@ def _convert_list_indices(key: Any) -> Any:
 
 
 def wrap(inner: torch.Tensor, device: torch.device) -> VirtualTensor:
-    """Wrap a CPU tensor as a tensor of the device and count its memory."""
+    """Wrap a CPU tensor as a tensor on the device and count its memory."""
     # A wrapper cannot have the lazy conjugate and negative bits.
     if inner.is_conj() or inner.is_neg():
         inner = inner.resolve_conj().resolve_neg()

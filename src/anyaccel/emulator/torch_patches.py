@@ -1,8 +1,8 @@
-"""Patches of torch: the table of all patched attributes, and the only functions that apply and remove patches.
+"""Patches for torch: the table of all patched attributes, and the only functions that apply and remove patches.
 
 Virtual accelerators, `anyaccel run` and the benchmark patch torch. Each registers a layer,
-`wrap(original) -> replacement`, for a name in the table. The layers of a name are nested, the last registered
-outermost. They can be removed in any order; after the last one, the attribute is the original object again.
+`wrap(original) -> replacement`, for a name in the table. The layers for a name are nested, with the last registered
+outermost. They can be removed in any order; after the last one is removed, the attribute is the original object again.
 
 Known limitation: a name bound by `from torch import load` before the patch keeps the original.
 """
@@ -181,7 +181,7 @@ PATCHES: tuple[Patch, ...] = (
 
 
 def find_patch(name: str) -> Patch:
-    """Return the entry for an attribute; raise UpstreamError for one that is not in the table."""
+    """Return the table entry for an attribute; raise UpstreamError if there is none."""
     for patch in PATCHES:
         if fnmatchcase(name, patch.name):
             return patch
@@ -190,7 +190,7 @@ def find_patch(name: str) -> Patch:
 
 @dataclass
 class _Replacement:
-    """The replacement of an attribute, composed of the layers of all users."""
+    """Replacement for an attribute, composed of the layers from all users."""
 
     original: Any
     owners: list[tuple[Any, str, Any]]
@@ -222,7 +222,7 @@ _REPLACEMENTS: dict[str, _Replacement] = {}
 
 
 def apply_patch(name: str, wrap: Wrap, user: str) -> None:
-    """Replace an attribute of the table with `wrap(original)`. A second layer of a user replaces the first."""
+    """Replace an attribute in the table with `wrap(original)`. A user's second layer replaces its first."""
     if name not in _REPLACEMENTS:
         _REPLACEMENTS[name] = _read_original(name, find_patch(name))
     # A dict keeps the position of an existing key: a replaced layer stays where it was.
@@ -232,7 +232,7 @@ def apply_patch(name: str, wrap: Wrap, user: str) -> None:
 
 
 def remove_patches(user: str) -> None:
-    """Remove all layers of a user; attributes without layers become the original objects again."""
+    """Remove all layers of a user, and restore the original objects of attributes without layers."""
     for name, replacement in list(_REPLACEMENTS.items()):
         if replacement.layers.pop(user, None) is None:
             continue
@@ -254,7 +254,7 @@ def patched(name: str, wrap: Wrap, user: str) -> Iterator[None]:
 
 
 def replace_by(value: Any) -> Wrap:
-    """Return a layer that ignores the original."""
+    """Return a layer that replaces the original with `value`."""
     return lambda _: value
 
 
@@ -276,7 +276,7 @@ def _read_original(name: str, patch: Patch) -> _Replacement:
 
 
 class _ReplacedClass(type):
-    """Metaclass of a replaced class: its instances are those of the original, and a call goes to `build`."""
+    """Metaclass for a replaced class: instance checks use the original class, and calls go to `build`."""
 
     original: Any
     build: Callable[..., Any]
@@ -299,7 +299,7 @@ class _ReplacedClass(type):
 
 
 def replace_class(original: Any, build: Callable[..., Any]) -> Any:
-    """Return a class that is `original` to isinstance, == and pickle, and calls `build` to create an instance."""
+    """Return a class that isinstance, == and pickle treat as `original`, and that creates instances with `build`."""
     # pickle and torch.save find a class by module and name: instances are saved exactly as without the patch.
     namespace = {"original": original, "build": staticmethod(build), "__module__": "torch", "__doc__": original.__doc__}
     return _ReplacedClass(original.__name__, (), namespace)

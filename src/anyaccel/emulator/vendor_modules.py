@@ -1,4 +1,4 @@
-"""Vendors' Python software, emulated: the module `torch.NAME` of a device, and the packages that provide it."""
+"""Emulated vendor software: a device's `torch.NAME` module, and the packages that provide it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ UNLIMITED_BYTES = 64 * 2**30
 
 
 def make_device_module(accelerator: VirtualAccelerator) -> ModuleType:
-    """Return the module `torch.NAME` as the vendor's package would provide it."""
+    """Return the `torch.NAME` module as the vendor's package would provide it."""
     module = ModuleType(f"torch.{accelerator.name}", "Functions of a virtual accelerator.")
     # Libraries probe for packages with importlib.util.find_spec, which raises ValueError without a spec.
     module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
@@ -48,7 +48,7 @@ def make_device_module(accelerator: VirtualAccelerator) -> ModuleType:
 
 
 def _index_of(accelerator: VirtualAccelerator, device: Any = None) -> int:
-    """Return the index of a device given as an index, a name or a `torch.device`; None is the current device."""
+    """Return the index of a device given as an index, a name or a `torch.device`; None means the current device."""
     if device is None:
         return accelerator.current_index
     if isinstance(device, int):
@@ -169,7 +169,7 @@ def _find_capacity(accelerator: VirtualAccelerator) -> int:
 
 
 def install_vendor_packages(accelerator: VirtualAccelerator, module: ModuleType) -> None:
-    """Make the vendor packages of the sheet importable, with the functions that programs use."""
+    """Make the vendor packages that the sheet names importable, with the functions that programs use."""
     for dotted in accelerator.sheet.modules:
         vars(module).update(_FUNCTIONS.get(dotted, {}))
         install_package(dotted)
@@ -184,7 +184,7 @@ def install_vendor_packages(accelerator: VirtualAccelerator, module: ModuleType)
 
 
 def install_package(dotted: str) -> None:
-    """Make an empty package importable, and its parent packages."""
+    """Make an empty package and its parent packages importable."""
     parts = dotted.split(".")
     for depth in range(1, len(parts) + 1):
         _install(".".join(parts[:depth]))

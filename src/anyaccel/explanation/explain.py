@@ -73,7 +73,7 @@ def explain(
     """Return the plan for a model on a device, with the memory use in `plan.forecast`.
 
     Neither the weights nor the device have to be on this machine. `device` is a name, a product, or a name with a
-    memory size: `hpu`, `gaudi2`, `mps:16GiB`. Further keyword arguments are the options of `anyaccel.place`.
+    memory size: `hpu`, `gaudi2`, `mps:16GiB`. Additional keyword arguments are options of `anyaccel.place`.
     """
     batch = check_batch(batch)
     width, height = (
@@ -129,7 +129,7 @@ def _plan_without_size(folder: ModelFolder, target: DeviceTarget, options: Place
 
 
 class _MemoryEstimate:
-    """Memory estimate of one model on one device, from a pipeline of meta tensors (shapes without data)."""
+    """Memory estimate for one model on one device, from a pipeline of meta tensors (shapes without data)."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class _MemoryEstimate:
         return replace(self.plan, memory=memory, forecast=forecast)
 
     def rules(self, batch: int) -> list[MemoryRule]:
-        """Return the memory rules to try for a batch, fastest first."""
+        """Return the memory modes to try for a batch, fastest first."""
         images_per_call, unified = self.plan.images_per_call.value, self.target.sheet.unified_memory
         split = self.plan.parallel.value
         sharded = split is not None and split.strategy == "tensor"
@@ -200,7 +200,7 @@ class _MemoryEstimate:
         return list_pipeline_rules(self.full.pipe, batch, images_per_call, options, unified_memory=unified)
 
     def measure(self, size: tuple[int, int]) -> Measurement:
-        """Return the measurement of calls at one size."""
+        """Return the memory measurement for one image size."""
         if size not in self._measured:
             self._measured[size] = self._first.of_another_call(lambda images: _make_call(self.full, size, images), size)
         return self._measured[size]
@@ -228,7 +228,7 @@ class _MemoryEstimate:
         )
 
     def _find_largest_size(self, capacity: int, *, fits: bool) -> tuple[int, int] | None:
-        """Return the largest single image with the requested aspect ratio that fits with any memory rule."""
+        """Return the largest size for one image, with the requested aspect ratio, that fits in any memory mode."""
         if not self.takes_size:
             return None
         rule = self.rules(1)[-1]  # the last rule needs the least memory
@@ -245,7 +245,7 @@ class _MemoryEstimate:
 
 
 def _make_call(full: FullSizePipeline, size: tuple[int, int] | None, images: int) -> dict[str, Any]:
-    """Return the arguments of one call: those of the recipe at the given size, else the pipeline's defaults."""
+    """Return the recipe's call arguments, with the given image size or else the pipeline's default size."""
     parameters = inspect.signature(full.pipe.__call__).parameters
     call = {name: value for name, value in full.recipe.call().items() if name not in _LEFT_TO_DEFAULTS}
     call = {name: _resize(value, size) for name, value in call.items()}

@@ -1,4 +1,4 @@
-"""Config files of the model to explain: the embedded model, a folder, a bundled model or a hub id."""
+"""Config files for the model to explain: the embedded model, a folder, a bundled model or a hub id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benefit of several devices: weights per rank with tensor parallelism, tokens per rank with context parallelism."""
+"""Benefit of multiple devices: weights per rank with tensor parallelism, tokens per rank with context parallelism."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FREE_SHARE = 0.8
 def choose_split(
     target: DeviceTarget, facts: PipelineFacts, options: PlacementOptions, dtype: str
 ) -> Decision[Split | None]:
-    """Return the requested split; `auto` uses as many devices of one server as the model can be split over."""
+    """Return the requested split; `auto` uses the most devices in one server that the model can be split across."""
     if options.parallel is None:
         return SINGLE_DEVICE
     weights = sum(component.parameters for component in facts.components) * FLOATING_BYTES[dtype]
@@ -53,7 +53,7 @@ def choose_split(
 
 
 def split_memory(measure: Measure, facts: PipelineFacts, split: Split | None) -> Measure:
-    """Return a measure of one rank: its share of the weights, and activations as on a single device."""
+    """Return a measure for one rank: its share of the weights, and the same activations as on a single device."""
     if split is None or split.strategy != "tensor":
         return measure
     shares = {
@@ -82,7 +82,7 @@ def describe_gain(
 ) -> tuple[str, ...]:
     """Return notes on what `parallel=` would change.
 
-    There are none if the weights stay on one device, the sequence is short and no split was requested.
+    There are no notes if the weights fit on one device, the sequence is short and no split was requested.
     """
     denoisers = [component for component in facts.components if component.denoises]
     tokens = max((sequences.get(model.name, 0) for model in denoisers), default=0)
@@ -121,7 +121,7 @@ def _format_context_note(target: DeviceTarget, facts: PipelineFacts, measure: Me
 
 
 def _device_counts(target: DeviceTarget) -> list[int]:
-    """Return the device counts to try: powers of two up to the devices of one server."""
+    """Return the device counts to try: powers of two up to the number of devices in one server."""
     product = target.sheet.product(target.product) if target.product else None
     limit = (product.per_server if product else None) or _DEFAULT_DEVICES_PER_SERVER
     return [count for count in (2, 4, 8, 16, 32, 64) if count <= limit] or [1]

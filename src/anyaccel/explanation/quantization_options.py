@@ -1,4 +1,4 @@
-"""Quantized weights as options that would save memory. They change the image, so no plan selects one by itself."""
+"""Quantization options that would save memory. They change the image, so a plan never selects one automatically."""
 
 from __future__ import annotations
 

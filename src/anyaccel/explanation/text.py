@@ -1,4 +1,4 @@
-"""An explanation as text, with a bar chart of the memory of each phase."""
+"""Explanation as text, with a bar chart of the memory use in each phase."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _describe_verdict(plan: Plan, forecast: Forecast) -> str:
 
 
 def _draw_phases(forecast: Forecast, width: int) -> Iterator[str]:
-    """Draw one bar per phase, and a line at the capacity of the device."""
+    """Draw one bar per phase, with a line at the device's capacity."""
     bar_width = width - 25  # the rest is the phase name and the size
     scale = max(forecast.capacity_bytes, forecast.peak_bytes, 1)
     edge = round(forecast.capacity_bytes / scale * bar_width)

@@ -1,1 +1,1 @@
-"""Image generation from prompts, with metadata that is stored in the files and reproduces them."""
+"""Image generation from prompts; each file stores the metadata to reproduce its image."""

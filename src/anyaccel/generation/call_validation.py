@@ -26,7 +26,7 @@ _USE_PYTHON = "load the pipeline with anyaccel.DiffusionPipeline.from_pretrained
 def check_image_call(pipe: Any, call: Mapping[str, Any]) -> None:
     """Raise if the pipeline does not generate images from a prompt, or does not accept the arguments.
 
-    Call it before the pipeline: a wrong kind of output would otherwise surface only after the last step.
+    Call this before the pipeline: the wrong output type would otherwise show up only after the last step.
     """
     parameters = _named_parameters(pipe)
     pipeline = plain_class(pipe).__name__
@@ -49,7 +49,7 @@ def check_image_call(pipe: Any, call: Mapping[str, Any]) -> None:
 
 
 def _named_parameters(pipe: Any) -> dict[str, inspect.Parameter]:
-    """Return the named parameters of a pipeline's call."""
+    """Return the named parameters of the pipeline's `__call__`."""
     # Without **kwargs: pipelines that have them silently ignore unknown names.
     signature = inspect.signature(plain_class(pipe).__call__)
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -61,7 +61,7 @@ def _named_parameters(pipe: Any) -> dict[str, inspect.Parameter]:
 
 
 def _list_output_fields(pipe: Any) -> set[str]:
-    """Return the fields of the output classes in the module of a pipeline, such as `{"frames"}`."""
+    """Return the fields of the output classes in a pipeline's module, such as `{"frames"}`."""
     # Not the return annotation: many pipelines of diffusers have none.
     module = inspect.getmodule(inspect.unwrap(plain_class(pipe).__call__))
     if module is None:  # for example a class that was created with exec()
@@ -72,7 +72,7 @@ def _list_output_fields(pipe: Any) -> set[str]:
 
 
 def _check_size(pipe: Any, call: Mapping[str, Any]) -> None:
-    """Raise if a side is not a multiple of the VAE scale factor."""
+    """Raise if the height or width is not a multiple of the VAE scale factor."""
     # Some pipelines round such a side and only log a warning, for example FluxPipeline
     # (https://github.com/huggingface/diffusers/issues/9904).
     processor = getattr(pipe, "image_processor", None)
@@ -84,24 +84,24 @@ def _check_size(pipe: Any, call: Mapping[str, Any]) -> None:
 
 
 def find_default(pipe: Any, name: str) -> Any:
-    """Return the default of an argument of a pipeline's call; None if the argument does not exist."""
+    """Return the default value of a pipeline call argument, or None if the argument does not exist."""
     parameter = _named_parameters(pipe).get(name)
     return None if parameter is None or parameter.default is parameter.empty else parameter.default
 
 
 def find_missing_image(pipe: Any, call: Mapping[str, Any]) -> str | None:
-    """Return the name of an input image that the pipeline accepts and the call does not set, or None."""
+    """Return the name of an input image that the pipeline accepts but the call does not set, or None."""
     parameters = _named_parameters(pipe)
     return next((name for name in _INPUT_IMAGES if name in parameters and call.get(name) is None), None)
 
 
 def list_parameters(pipe: Any) -> list[str]:
-    """Return the names of the arguments of a pipeline's call."""
+    """Return the argument names of the pipeline's `__call__`."""
     return list(_named_parameters(pipe))
 
 
 def pick_images(pipe: Any, output: Any, expected: int = 1) -> list[Image.Image]:
-    """Return the images of a pipeline's output; raise if there are not exactly `expected` PIL images."""
+    """Return the images from a pipeline's output; raise if there are not exactly `expected` PIL images."""
     images = next((value for name in _OUTPUT_FIELDS if (value := getattr(output, name, None)) is not None), None)
     if isinstance(images, list) and len(images) == expected and all(isinstance(item, Image.Image) for item in images):
         return images

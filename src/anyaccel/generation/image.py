@@ -78,7 +78,7 @@ def generate_images(
 
 
 def expected_metadata(loaded: LoadedModel, prompt: str, seed: int, call: Mapping[str, Any]) -> ImageMetadata:
-    """Return the metadata of an image that is not generated yet; width and height are 0."""
+    """Return the metadata for an image that has not been generated yet; its width and height are 0."""
     pipe, plan = loaded.pipe, loaded.pipe.plan
     scheduler, scheduler_config = _read_scheduler(pipe)
     recorded, unrecorded = record_call(call)
@@ -107,13 +107,13 @@ def expected_metadata(loaded: LoadedModel, prompt: str, seed: int, call: Mapping
 
 
 def _read_scalar(pipe: Any, call: Mapping[str, Any], name: str) -> Any:
-    """Return a scalar argument of the call or its default; None for a list, which `ImageMetadata.call` records."""
+    """Return a scalar call argument or its default; None for a list, which `ImageMetadata.call` records."""
     value = call.get(name, find_default(pipe, name))
     return value if isinstance(value, int | float) else None
 
 
 def _read_scheduler(pipe: Any) -> tuple[str | None, dict[str, Any]]:
-    """Return class name and config of the scheduler; of the first one if a pipeline has several."""
+    """Return the class name and config of the scheduler, or of the first one if a pipeline has several."""
     components = find_components(pipe)
     scheduler = components.get("scheduler") or next(
         (component for component in components.values() if hasattr(component, "set_timesteps")), None
@@ -126,7 +126,7 @@ def _read_scheduler(pipe: Any) -> tuple[str | None, dict[str, Any]]:
 
 @contextmanager
 def _translate_errors(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
-    """Convert known failures of a pipeline to errors with a hint."""
+    """Convert known pipeline failures to errors with a hint."""
     try:
         yield
     except AnyaccelError:

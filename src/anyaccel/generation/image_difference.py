@@ -1,4 +1,4 @@
-"""Metrics for the difference of two images."""
+"""Metrics for the difference between two images."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["measure_difference", "measure_psnr"]
 
 
 def measure_psnr(actual: Any, expected: Any, data_range: float = 1.0) -> float | None:
-    """Return the peak signal-to-noise ratio in dB of arrays with values from 0 to `data_range`; None if equal."""
+    """Return the PSNR in dB of arrays with values from 0 to `data_range`, or None if they are equal."""
     # Squared differences of float16 or uint8 arrays would overflow.
     error = float(((actual.astype("float64") - expected.astype("float64")) ** 2).mean())
     return 10 * math.log10(data_range**2 / error) if error > 0 else None

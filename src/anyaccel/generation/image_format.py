@@ -30,7 +30,7 @@ _MAX_FILE_BYTES = 2**30
 
 
 def encode_image(image: Image.Image, suffix: str, metadata: Sequence[ImageMetadata], quality: int = _QUALITY) -> bytes:
-    """Return the content of an image file; a contact sheet has the metadata of several images.
+    """Return the content of an image file; a contact sheet contains the metadata of several images.
 
     The output is deterministic. `quality`, from 0 to 100, applies to JPEG and WebP; PNG is lossless.
     """
@@ -85,7 +85,7 @@ def _exif_options(metadata: Sequence[ImageMetadata], file_format: str) -> dict[s
 
 
 def read_metadata(path: str | os.PathLike[str]) -> tuple[ImageMetadata, ...]:
-    """Return the metadata in an image file: one item, or one per image of a contact sheet."""
+    """Return the metadata in an image file: one item, or one per image on a contact sheet."""
     text = _read_document_text(Path(path))
     if text is None:
         raise UsageError(
@@ -102,7 +102,7 @@ def read_metadata(path: str | os.PathLike[str]) -> tuple[ImageMetadata, ...]:
 
 
 def _read_document_text(path: Path) -> str | None:
-    """Return the metadata document of an image file; None if it has none."""
+    """Return the metadata document in an image file, or None if it has none."""
     from PIL import Image, UnidentifiedImageError
 
     try:

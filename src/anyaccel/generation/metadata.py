@@ -1,4 +1,4 @@
-"""Generation metadata: everything that is required to regenerate an image, as stored in its file."""
+"""Generation metadata: everything required to regenerate an image, stored in the image file."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ class ImageMetadata:
 
     @property
     def device_kind(self) -> str:
-        """Device without its index, as accepted by `--device`: `cuda`, `virtual:neuron`."""
+        """Device name without an index, as accepted by `--device`: `cuda`, `virtual:neuron`."""
         return str(DeviceSpec(name=read_device_name(self.device), virtual=self.virtual))
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments that regenerate the image: `anyaccel.generate(**metadata.arguments())`."""
+        """Return the arguments to regenerate the image: `anyaccel.generate(**metadata.arguments())`."""
         if self.unrecorded:
             raise UsageError(
                 f"the image was generated with {', '.join(self.unrecorded)}, which the metadata does not contain",
@@ -104,7 +104,7 @@ class ImageMetadata:
 
 
 def record_call(call: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the call arguments without their own field, and the names of arguments that JSON cannot represent."""
+    """Return the call arguments not stored in a separate field, and the names of those that JSON cannot represent."""
     recorded: dict[str, Any] = {}
     unrecorded: list[str] = []
     for name, value in call.items():
@@ -121,7 +121,7 @@ def record_call(call: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...
 
 
 def _pack(value: Any) -> Any:
-    """Convert tuples to JSON objects."""
+    """Convert tuples to JSON objects, including tuples in lists."""
     # Not to lists: some pipelines concatenate tuples, which fails with a list.
     if isinstance(value, tuple):
         return {_TUPLE: [_pack(item) for item in value]}
@@ -135,7 +135,7 @@ def _unpack(value: Any) -> Any:
 
 
 def write_document(metadata: Sequence[ImageMetadata]) -> str:
-    """Return the document of one image or of a contact sheet, as ASCII JSON."""
+    """Return the metadata document for one image or for a contact sheet, as ASCII JSON."""
     documents = [asdict(item) for item in metadata]
     if len(documents) == 1:
         return json.dumps({"format": _SINGLE_IMAGE_FORMAT, **documents[0]})
@@ -149,7 +149,7 @@ def write_document(metadata: Sequence[ImageMetadata]) -> str:
 
 
 def read_document(text: str) -> tuple[ImageMetadata, ...]:
-    """Return the metadata of each image in a document; raise ValueError if it is not valid."""
+    """Return the metadata for each image in a document; raise ValueError if the document is not valid."""
     document = json.loads(text)
     if not isinstance(document, dict) or not isinstance(document.get("format"), int):
         raise ValueError("not a metadata document of anyaccel")
@@ -178,7 +178,7 @@ _FIELD_TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def _read_image_metadata(document: Mapping[str, Any]) -> ImageMetadata:
-    """Return the metadata of one image after checking each field; unknown fields of later versions are ignored."""
+    """Validate the fields and return the metadata of one image; unknown fields from later versions are ignored."""
     values: dict[str, Any] = {}
     for attribute in fields(ImageMetadata):
         if attribute.name not in document:
@@ -217,7 +217,7 @@ def describe_metadata(metadata: ImageMetadata) -> str:
 
 
 def find_differences(recorded: ImageMetadata, current: ImageMetadata) -> list[str]:
-    """Return a line per change since an image was generated that can alter the image."""
+    """Return one line per change since an image was generated that can alter the image."""
     differences = []
     for package in sorted({*recorded.versions, *current.versions}):
         before, after = recorded.versions.get(package, "none"), current.versions.get(package, "none")

@@ -1,4 +1,4 @@
-"""Model loading, with a cache for the last model."""
+"""Model loading, with a cache for the most recent model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOCK = threading.RLock()
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model on its device."""
+    """A model that is loaded on its device."""
 
     pipe: Any
     model: ResolvedModel
@@ -46,7 +46,7 @@ _CACHE: dict[tuple[object, ...], LoadedModel] = {}
 
 
 def load_model(request: GenerationRequest, listener: ProgressListener | None = None) -> LoadedModel:
-    """Return the model of a request on its device, from the cache if possible; releases another cached model."""
+    """Return the model for a request, placed on its device; loading another model releases the cached one."""
     model = request.model
     with LOCK:
         # First, because an unavailable device must be reported before diffusers is imported, which takes seconds.
@@ -70,7 +70,7 @@ def load_model(request: GenerationRequest, listener: ProgressListener | None = N
 def load_uncached(
     request: GenerationRequest, placement_options: PlacementOptions, listener: ProgressListener | None = None
 ) -> LoadedModel:
-    """Return the model of a request on its device, without the cache; `placement_options` override the request."""
+    """Load the model for a request onto its device without the cache; `placement_options` override the request."""
     opened = resolve_device(request.device, placement_options)
     fallback = _choose_virtual_dtype(opened, placement_options.dtype)
     placement_options = replace(placement_options, dtype=fallback.value) if fallback else placement_options
@@ -89,7 +89,7 @@ def release_model() -> None:
 
 
 def _choose_virtual_dtype(opened: OpenDevice, dtype: str | None) -> Decision[str] | None:
-    """Return float32 for a virtual device if this CPU is much slower in the preferred half precision of the device.
+    """Return float32 for a virtual device if its preferred half precision is much slower on this CPU.
 
     Return None if a dtype was requested, the device is real, or the CPU is fast enough.
     """

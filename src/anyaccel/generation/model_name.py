@@ -36,7 +36,7 @@ class ResolvedModel:
 
 
 def resolve_model(model: str | os.PathLike[str] | None = None, revision: str | None = None) -> ResolvedModel:
-    """Return the model for a name; checks the files of a folder, but downloads and loads nothing."""
+    """Return the model for a name; check the files in a folder, but download and load nothing."""
     if not isinstance(model, str | os.PathLike | None):
         raise UsageError(f"{model!r} is not a valid model", hint="give a hub id, a folder, or None (embedded model)")
     text = NAME if model is None else os.fspath(model)
@@ -84,8 +84,8 @@ def _digest_embedded() -> str:
 def digest_folder(folder: Path, *, whole: bool = False) -> str:
     """Return a digest of the names, sizes and contents of a pipeline's files.
 
-    Unless `whole` is set, only the first, middle and last 64 KiB of files over 1 MiB are read. This detects other
-    weights in little time; it does not protect against manipulated files.
+    Unless `whole` is set, only the first, middle and last 64 KiB of files over 1 MiB are read. This detects different
+    weights quickly; it does not protect against manipulated files.
     """
     digest = hashlib.sha256()
     for file in _list_model_files(folder):
@@ -98,7 +98,7 @@ def digest_folder(folder: Path, *, whole: bool = False) -> str:
 
 
 def _list_model_files(folder: Path) -> list[Path]:
-    """Return the index and the files of the components that it lists; other files do not belong to the model."""
+    """Return the model index and the files of the components that it lists; other files are ignored."""
     if not (folder / _INDEX).is_file():
         return [folder] if folder.is_file() else []  # a single-file checkpoint
     index = json.loads((folder / _INDEX).read_text())

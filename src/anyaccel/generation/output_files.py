@@ -1,4 +1,4 @@
-"""Names and atomic writes of image files.
+"""Naming and atomic writing of image files.
 
 Concurrent processes never overwrite each other's files; see `anyaccel.storage.atomic_write`.
 """
@@ -25,7 +25,7 @@ _MAX_ALTERNATIVES = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """A folder for images, with a requested file name or names derived from the prompts."""
+    """A destination folder for images, with a requested file name or names derived from the prompts."""
 
     folder: Path
     stem: str | None = None
@@ -37,18 +37,18 @@ class Destination:
     """Whether existing files are overwritten."""
 
     def path_of(self, index: int, prompt: str, seed: int) -> Path:
-        """Return the path of an image by its index, which starts at 0. A derived name may already exist."""
+        """Return the path for an image by its zero-based index. A derived name may already exist."""
         if self.stem is None:
             return self.folder / f"{make_stem(prompt)}-{seed}{self.suffix}"
         number = f"-{index + 1:0{len(str(self.images))}}" if self.images > 1 else ""
         return self.folder / f"{self.stem}{number}{self.suffix}"
 
     def sheet_path(self, prompt: str, seed: int) -> Path:
-        """Return the path of the contact sheet."""
+        """Return the path for the contact sheet."""
         return self.folder / f"{self.stem or f'{make_stem(prompt)}-{seed}'}-grid{self.suffix}"
 
     def write(self, path: Path, content: bytes) -> Path:
-        """Write a file and return its path; if a derived name exists, the next free one is used."""
+        """Write a file and return its path; if a derived name already exists, use the next free one."""
         _make_folder(self.folder)
         if self.stem is None and not self.force:
             return write_unique(path, content)
@@ -57,7 +57,7 @@ class Destination:
 
 
 def make_stem(prompt: str) -> str:
-    """Return a file stem for a prompt: `a-red-apple` for "A red apple!"; `image` if it has no letters or digits."""
+    """Return a file stem for a prompt, such as `a-red-apple`, or `image` if it has no letters or digits."""
     words = re.findall(r"[^\W_]+", unicodedata.normalize("NFC", prompt).lower())
     stem = ""
     for word in words:
@@ -70,9 +70,10 @@ def make_stem(prompt: str) -> str:
 
 
 def read_destination(output: str | os.PathLike[str] | None, *, images: int, sheet: bool, force: bool) -> Destination:
-    """Return the destination for `-o`: a file, or a folder if it ends with / or exists; raise if it is not writable.
+    """Return the destination for `-o`; raise if it is not writable.
 
-    Call this before loading a model. Writing checks again, because files can appear in the meantime.
+    A path that ends with / or is an existing folder is a folder; any other path is a file. Call this before loading a
+    model. Writing checks again, because files can appear in the meantime.
     """
     text = "./" if output is None else os.fspath(output)
     path = Path(text).expanduser()
@@ -96,7 +97,7 @@ def read_destination(output: str | os.PathLike[str] | None, *, images: int, shee
 
 
 def _find_kind(path: Path) -> str | None:
-    """Return `folder`, `file`, or None if the path does not exist. A broken link counts as a file."""
+    """Return `folder` or `file`, or None if the path does not exist. A broken link counts as a file."""
     try:
         # Not exists(), which is false for a broken link; writing there would replace the link.
         os.lstat(path)
@@ -122,7 +123,7 @@ def file_exists_error(path: Path) -> UsageError:
 
 
 def _check_folder(folder: Path, *, create: bool) -> None:
-    """Raise if the folder is not writable; with `create`, if its closest existing parent is not."""
+    """Raise if the folder is not writable; with `create`, raise if its closest existing parent is not writable."""
     kind = _find_kind(folder)
     if kind == "file":
         raise UsageError(f"{folder} is a file, not a folder", hint="give another name to -o")
@@ -157,7 +158,7 @@ def write_output_file(path: Path, content: bytes, *, force: bool = False) -> Non
 
 
 def write_unique(path: Path, content: bytes) -> Path:
-    """Write a file under this name or, if it exists, under the next free one such as `apple-2.png`; return the path."""
+    """Write a file and return its path; if the name exists, use the next free one, such as `apple-2.png`."""
     for candidate in _alternatives(path):
         # Saves writing a temporary file per taken name; the write below is the check that counts.
         if not os.path.lexists(candidate):

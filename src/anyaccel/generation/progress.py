@@ -1,4 +1,4 @@
-"""Progress events for loaded components and denoising steps, taken from the progress bars of diffusers."""
+"""Progress events for loaded components and denoising steps, taken from the diffusers progress bars."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["counting_components", "counting_steps"]
 
 
 class _StepBar(tqdm):  # type: ignore[misc]
-    """An invisible progress bar that notifies a listener. A subclass of tqdm, because pipelines use all of its API."""
+    """An invisible progress bar that notifies a listener; a tqdm subclass, because pipelines use the full tqdm API."""
 
     def __init__(self, listener: ProgressListener, iterable: Any = None, total: int | None = None) -> None:
         super().__init__(iterable, total=total, disable=True)
@@ -40,7 +40,7 @@ class _StepBar(tqdm):  # type: ignore[misc]
 
 @contextmanager
 def counting_steps(pipe: Any, listener: ProgressListener | None) -> Iterator[None]:
-    """Notify a listener of the steps of a pipeline during the block, instead of showing a bar."""
+    """Notify a listener of a pipeline's denoising steps during the block, instead of showing a bar."""
     if listener is None:
         yield
         return
@@ -63,7 +63,7 @@ def counting_steps(pipe: Any, listener: ProgressListener | None) -> Iterator[Non
 
 @contextmanager
 def counting_components(listener: ProgressListener | None) -> Iterator[None]:
-    """Notify a listener of loaded components during the block, instead of showing the bars of diffusers."""
+    """Notify a listener of loaded components during the block, instead of showing the diffusers progress bars."""
     if listener is None:
         yield
         return

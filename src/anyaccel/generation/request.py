@@ -33,7 +33,7 @@ _RANDOM_BITS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """Images to generate."""
+    """A request to generate images."""
 
     model: ResolvedModel
     images: tuple[tuple[str, int], ...]
@@ -58,9 +58,9 @@ def make_request(
     revision: str | None = None,
     **call: Any,
 ) -> GenerationRequest:
-    """Return a validated request. Raises before a model is loaded.
+    """Validate the arguments and return a request, before a model is loaded.
 
-    An integer seed is the seed of the first image of every prompt; further images of a prompt use consecutive seeds.
+    An integer seed is the seed for the first image of every prompt; further images of a prompt use consecutive seeds.
     """
     call = {name: _check_value(name, _to_python_scalar(value)) for name, value in call.items()}
     for name, hint in _UNSUPPORTED.items():
@@ -129,7 +129,7 @@ def _read_count(count: Any) -> int:
 
 
 def _choose_seeds(seed: Any, prompts: int, per_prompt: int) -> tuple[int, ...]:
-    """Return one seed per image. A list contains the seeds of all images, or of the images of each prompt."""
+    """Return one seed per image. A list contains seeds for all images, or for the images of each prompt."""
     if seed is None:
         seed = secrets.randbits(_RANDOM_BITS)
     if isinstance(seed, Sequence) and not isinstance(seed, str) and len(seed) == prompts * per_prompt:

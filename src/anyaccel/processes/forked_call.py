@@ -35,7 +35,7 @@ _thread = threading.local()
 
 
 class _Children:
-    """The running children of the threads of one pool. Callers hold `_fork_lock`."""
+    """The running children of one thread pool. Callers hold `_fork_lock`."""
 
     def __init__(self) -> None:
         self.running: set[BaseProcess] = set()
@@ -49,14 +49,14 @@ class _Children:
         child.start()
 
     def end(self, child: BaseProcess) -> None:
-        """Kill a child and wait for it. A child that already exited keeps its status."""
+        """Kill a child and wait for it to exit. If it has already exited, its exit status is kept."""
         self.running.discard(child)
         if child.pid is not None:
             child.kill()
             child.join()
 
     def end_all(self) -> None:
-        """Kill all children and start no more. Their threads wait for them."""
+        """Kill all children and prevent new ones. The pool's threads wait for the children to exit."""
         self.ended = True
         for child in self.running:
             child.kill()
@@ -65,9 +65,9 @@ class _Children:
 def call_in_fork(function: Callable[[], T], *, name: str = "the function", timeout_s: float = 600.0) -> T:
     """Call a function in a fork of this process and return its result.
 
-    An exception of the function is raised here unchanged, with the child's traceback as a note (Python 3.11 and newer).
-    A child that does not return within `timeout_s` seconds is killed. On Linux the child is killed with the calling
-    thread. On other systems, a child of a killed parent exits when the function returns.
+    An exception in the function is raised here unchanged, with the child's traceback as a note (Python 3.11 and newer).
+    A child that does not return within `timeout_s` seconds is killed. On Linux the child is also killed when the
+    calling thread ends. On other systems, if the parent is killed, the child exits when the function returns.
     """
     children: _Children = getattr(_thread, "children", None) or _Children()
     child, receiver = _start(function, children)
@@ -99,7 +99,7 @@ def call_in_fork(function: Callable[[], T], *, name: str = "the function", timeo
 
 @contextmanager
 def forking_threads(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Provide a pool of threads that use `call_in_fork`.
+    """Provide a thread pool for functions that use `call_in_fork`.
 
     If the block raises, all children are killed, no more are started, and pending calls raise CancelledError, so the
     error is not delayed until the children finish.
@@ -156,7 +156,7 @@ def _run(parent: int, receiver: Connection, sender: Connection, function: Callab
 
 
 def _pack_error(error: BaseException) -> bytes:
-    """Return the pickled error with its traceback as a note, or a RuntimeError with its text."""
+    """Return the pickled error with its traceback as a note, or a RuntimeError with its text if pickling fails."""
     text = "".join(traceback.format_exception(error))
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(text)
@@ -169,7 +169,7 @@ def _pack_error(error: BaseException) -> bytes:
 
 
 def _renew_lock() -> None:
-    """Replace the lock in a forked process: the thread that held it does not exist there."""
+    """Replace the lock in a forked process, where the thread that held it does not exist."""
     global _fork_lock
     _fork_lock = threading.Lock()
 

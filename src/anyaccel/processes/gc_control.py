@@ -1,7 +1,7 @@
-"""Control of the garbage collector. No other module calls `gc`.
+"""Garbage collector control. No other module calls `gc`.
 
-Reference counting frees almost everything. The collector frees objects in reference cycles, and to find them it
-traverses all objects. With torch and diffusers imported there are millions, and one collection takes 0.1 s or more.
+Reference counting frees almost everything. The collector frees objects in reference cycles, which it finds by
+traversing all objects. With torch and diffusers imported, there are millions, and one collection takes 0.1 s or more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["gc_paused", "ignore_existing_objects", "release_unreachable"]
 def gc_paused() -> Iterator[None]:
     """Pause the collector in a block that creates many objects and frees few, such as imports and compilation.
 
-    Without it, collections take a fifth of the time of such a block.
+    Without this, such a block spends a fifth of its time in collections.
     """
     was_enabled = gc.isenabled()  # nested blocks must not enable it early
     gc.disable()
@@ -29,12 +29,12 @@ def gc_paused() -> Iterator[None]:
 
 
 def ignore_existing_objects() -> None:
-    """Exempt all current objects from later collections: they live until the process ends."""
+    """Exempt all current objects from later collections, because they live until the process exits."""
     gc.freeze()
 
 
 def release_unreachable(*, also_ignored: bool = False) -> None:
-    """Free objects in reference cycles now, and with them the device memory of their tensors.
+    """Free objects in reference cycles now, and with them the device memory held by their tensors.
 
     Models and their hooks reference each other, so dropping the last reference to a pipeline frees nothing.
     `also_ignored` includes the objects that `ignore_existing_objects` exempted.

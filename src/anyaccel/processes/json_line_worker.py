@@ -1,4 +1,4 @@
-"""A child interpreter that answers requests, one line of JSON each.
+"""A child interpreter that answers requests, each one line of JSON.
 
 The parent creates a `JsonLineWorker` for a module, and that module uses `connecting_to_parent` in the child. This file
 is also the child's start script. It imports only the standard library, because the module decides what to import first.
@@ -29,7 +29,7 @@ _STDERR_BYTES = 65536
 class JsonLineWorker:
     """A child process that runs a module like `python -m` and answers JSON messages in order.
 
-    A context manager: the process is killed at the end of the block. If the parent is killed, the child exits at its
+    As a context manager, it kills the process at the end of the block. If the parent is killed, the child exits at its
     next read or write.
     """
 
@@ -99,7 +99,7 @@ class JsonLineWorker:
         return status
 
     def kill(self) -> int:
-        """Kill the process, unless it has exited, and return its exit status."""
+        """Kill the process if it is still running, and return its exit status."""
         self._process.kill()
         return self.close()
 
@@ -127,7 +127,7 @@ def connecting_to_parent() -> Iterator[tuple[Iterator[Any], Callable[[Any], None
 
 
 def _run_module() -> None:
-    """Run the module named on the command line, with its pipes moved away from stdin and stdout."""
+    """Run the module named on the command line, after moving the message pipes away from stdin and stdout."""
     # Prints of the module and its libraries must not mix with the answers: stdout becomes stderr.
     os.environ[_PIPES] = f"{os.dup(0)},{os.dup(1)}"
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -18,10 +18,10 @@ __all__ = ["ParentPipe", "PipeWorker", "wait_for_messages"]
 
 
 class PipeWorker:
-    """A spawned process that runs `target(pipe, *arguments)` with a `ParentPipe`.
+    """A spawned process that runs `target(pipe, *arguments)`, where `pipe` is a `ParentPipe`.
 
-    The process exits when `target` returns, when it is killed, and when this process exits.
-    A context manager: the process runs from the start to the end of the block.
+    The process exits when `target` returns, when it is killed, or when this process exits.
+    As a context manager, it starts the process on entry and kills it on exit.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PipeWorker:
             raise EOFError from error
 
     def kill(self) -> None:
-        """Kill the process without waiting. Can be called from any thread, and repeatedly."""
+        """Kill the process without waiting for it to exit. Can be called repeatedly and from any thread."""
         if self._process.pid is not None:
             self._process.kill()
 
@@ -78,7 +78,7 @@ class PipeWorker:
         self.wait()
 
     def _send_all(self) -> None:
-        """Send messages from a separate thread: a child that hangs does not read, and would block the caller."""
+        """Send queued messages in a separate thread, because a child that hangs would block the caller."""
         while (pickled := self._outbox.get()) is not None:
             try:
                 self._connection.send_bytes(pickled)
@@ -87,7 +87,7 @@ class PipeWorker:
 
 
 def wait_for_messages(workers: Collection[PipeWorker], timeout_s: float) -> list[PipeWorker]:
-    """Return the workers that sent a message or have exited; their `receive` does not block."""
+    """Wait for workers that sent a message or exited, and return them; their `receive` does not block."""
     ready = wait([worker._connection for worker in workers], timeout_s)
     return [worker for worker in workers if worker._connection in ready]
 
@@ -128,7 +128,7 @@ def _run(connection: Connection, target: Callable[..., None], arguments: tuple[A
 
 @contextmanager
 def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables while the block runs; a spawned process inherits them before its first import."""
+    """Set environment variables during the block, so a spawned process has them before its first import."""
     before = {name: os.environ[name] for name in changes if name in os.environ}
     os.environ.update(changes)
     try:

@@ -1,4 +1,4 @@
-"""Signal handlers for the duration of a block, and child processes that end with their parent."""
+"""Signal handlers that apply during a block, and child processes that end with their parent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TerminatedError(BaseException):
 
 @contextmanager
 def handling_signals(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
-    """Handle signals while the block runs, then restore the previous handlers.
+    """Handle signals during the block, then restore the previous handlers.
 
     Signals that the process ignores stay ignored. Outside the main thread, where Python does not allow signal
     handlers, this does nothing.
@@ -38,14 +38,14 @@ def handling_signals(handler: Callable[[int, FrameType | None], None], *numbers:
 
 
 def raising_on_sigterm() -> AbstractContextManager[None]:
-    """Raise `TerminatedError` on SIGTERM while the block runs, so cleanup runs as after Ctrl-C."""
+    """Raise `TerminatedError` on SIGTERM during the block, so cleanup runs as after Ctrl-C."""
     return handling_signals(_raise_terminated, signal.SIGTERM)
 
 
 def end_with_parent(parent: int) -> None:
-    """Kill this process when the thread that started it ends; `parent` is the ID of its process.
+    """Kill this process when the thread that started it ends; `parent` is the ID of the parent process.
 
-    Known limitation: on systems other than Linux, this does nothing.
+    Known limitation: this has an effect only on Linux.
     """
     if sys.platform == "linux":
         import ctypes

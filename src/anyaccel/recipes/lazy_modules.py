@@ -1,4 +1,4 @@
-"""Proxies for heavy libraries, which are imported on first use."""
+"""Proxies that import heavy libraries on first use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["diffusers", "numpy", "torch", "transformers"]
 
 
 class LazyModule:
-    """A module that is imported when one of its attributes is first accessed."""
+    """A proxy for a module that is imported on first attribute access."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""Pipeline classes of diffusers without a recipe, with the reason."""
+"""Diffusers pipeline classes without a recipe, with the reason."""
 
 NEEDS_GUARDRAIL = "its license and code require the safety checker of cosmos_guardrail, which is not installed"
 NEEDS_INVERSION = "an image must be inverted in a separate call before the pipeline is called"

@@ -23,7 +23,7 @@ SEED = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A pipeline class at a tiny size, with call arguments."""
+    """A tiny instance of a pipeline class, with call arguments."""
 
     name: str
     """Unique name in kebab-case: `stable-diffusion`."""
@@ -46,7 +46,7 @@ def make_recipe(
     call: Callable[[], dict[str, Any]],
     finish: Callable[[Any], None] | None = None,
 ) -> Recipe:
-    """Return a recipe for a pipeline class, with its components and further constructor arguments in `parts`."""
+    """Return a recipe for a pipeline class; `parts` returns its components and other constructor arguments."""
     make = functools.partial(assemble, pipeline, parts, finish)
     return Recipe(name=name, pipeline=pipeline, family=family, make=make, call=call)
 
@@ -54,7 +54,7 @@ def make_recipe(
 def assemble(
     pipeline: str, parts: Callable[[], dict[str, Any]], finish: Callable[[Any], None] | None = None
 ) -> DiffusionPipeline:
-    """Build a pipeline from its components, apply `finish` (for example to load an adapter) and draw the weights.
+    """Build a pipeline from its components, apply `finish` (for example to load an adapter) and randomize the weights.
 
     Seeds are fixed, and the global random state is restored.
     """
@@ -73,7 +73,7 @@ def assemble(
 
 
 def run(recipe: Recipe, pipe: DiffusionPipeline) -> npt.NDArray[Any]:
-    """Call the pipeline with the arguments of the recipe and return its main output as a finite float32 array."""
+    """Call the pipeline with the recipe's arguments and return its main output as a finite float32 array."""
     # Some pipelines ignore `generator` and draw from the global one, for example CogView 4 with control.
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(SEED)
@@ -91,14 +91,14 @@ def run(recipe: Recipe, pipe: DiffusionPipeline) -> npt.NDArray[Any]:
 
 
 def _move_tensors(arguments: dict[str, Any], device: Any) -> dict[str, Any]:
-    """Return the arguments with their tensors on the device of the pipeline."""
+    """Return the arguments with their tensors moved to the pipeline's device."""
     import torch
 
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
 
 
 def _as_array(value: Any) -> Any:
-    """Return a float32 array from a tensor, an array, an image, or lists of them."""
+    """Convert a tensor, an array, an image, or nested lists of them to a float32 array."""
     if isinstance(value, list | tuple):
         return numpy.stack([_as_array(entry) for entry in value])
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Registry of recipes: scans the modules of `recipes/families/`."""
+"""Recipe registry, which scans the modules in `recipes/families/`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["recipes"]
 
 
 def recipes() -> dict[str, Recipe]:
-    """Return every recipe by name, sorted by module and in the order of each module."""
+    """Return every recipe by name, ordered by module and then as listed in the module."""
     package = importlib.import_module(f"{__package__}.families")
     by_name: dict[str, Recipe] = {}
     for module_name in sorted(module.name for module in pkgutil.iter_modules(package.__path__)):

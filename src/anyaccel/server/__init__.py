@@ -1,1 +1,1 @@
-"""The HTTP service. It batches the denoising steps of concurrent requests on one pipeline."""
+"""HTTP service that batches the denoising steps of concurrent requests."""

@@ -1,4 +1,4 @@
-"""Run the service with uvicorn, and shut it down gracefully on SIGTERM or Ctrl-C."""
+"""Entry point that runs the service with uvicorn, and shuts it down gracefully on SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def serve(
     on_ready: Callable[[str], None],
     make_transport: Callable[[ServerSettings], WorkerTransport] = WorkerProcess,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C, and give accepted jobs time to finish before returning."""
+    """Run the service until SIGTERM or Ctrl-C; accepted jobs have time to finish before it returns."""
     bound = _bind(settings)
     service = Service(settings, make_transport)
     server = _Server(settings, service)
@@ -64,7 +64,7 @@ def serve(
 
 
 def _bind(settings: ServerSettings) -> socket.socket:
-    """Bind the address before the models load: an address in use must fail immediately, not after minutes."""
+    """Bind the address before the models load, so that an address in use fails immediately."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     # Allows a restart while connections of the previous process are in TIME_WAIT.
@@ -82,7 +82,7 @@ def _bind(settings: ServerSettings) -> socket.socket:
 
 
 def _count_connections() -> int:
-    """Raise the limit on open files if necessary and permitted, and return the connection limit that it allows."""
+    """Return the maximum number of connections, after raising the open-file limit if necessary and permitted."""
     try:
         import resource
     except ImportError:  # Windows
@@ -97,7 +97,7 @@ def _count_connections() -> int:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with a graceful shutdown: reject new jobs, then wait for the running ones."""
+    """uvicorn server with a graceful shutdown: it rejects new jobs and waits for the accepted ones."""
 
     def __init__(self, settings: ServerSettings, service: Service) -> None:
         limits = settings.limits
@@ -142,7 +142,7 @@ class _Server(uvicorn.Server):
 def _report_start(
     server: _Server, on_progress: Callable[[str], None], on_ready: Callable[[str], None], address: str
 ) -> None:
-    """Report the progress of the start; stop the server if the worker cannot start."""
+    """Report the startup progress; stop the server if the worker cannot start."""
     reported, was_ready = "", False
     while not server.should_exit:
         start = server.service.dispatcher.start_state

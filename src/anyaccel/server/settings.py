@@ -1,4 +1,4 @@
-"""Settings of a service (models, address, limits), and parsers for their command-line options."""
+"""Service settings (models, address, limits), and parsers for their command-line options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ServedName:
-    """A model and the name under which it is served."""
+    """A model and the name by which clients request it."""
 
     name: str
     model: str
@@ -91,20 +91,20 @@ class ServerSettings:
 
     @property
     def max_in_flight(self) -> int:
-        """Images that a worker holds at the same time."""
+        """Maximum number of images that a worker processes at the same time."""
         return compute_max_in_flight(self.max_batch)
 
 
 def compute_max_in_flight(max_concurrent: int) -> int:
-    """Return how many calls may run if `max_concurrent` of them share a batch.
+    """Return how many calls may run at the same time if a batch contains up to `max_concurrent` calls.
 
-    A quarter more than a batch: while one call runs its decoder, another one fills its slot in the batch.
+    It allows a quarter more calls than fit in a batch: while one call runs its decoder, another can take its slot.
     """
     return max_concurrent + max_concurrent // 4
 
 
 def read_served_names(texts: Iterable[str]) -> tuple[ServedName, ...]:
-    """Parse the models of the command line."""
+    """Parse the models given on the command line."""
     models = tuple(_read_served_name(text) for text in texts)
     names = [model.name for model in models]
     if len(set(names)) < len(names):
@@ -113,7 +113,7 @@ def read_served_names(texts: Iterable[str]) -> tuple[ServedName, ...]:
 
 
 def _read_served_name(text: str) -> ServedName:
-    """Parse `NAME=MODEL` or `MODEL`; a folder is served under its last path component."""
+    """Parse `NAME=MODEL` or `MODEL`; the default name of a folder is its last path component."""
     name, separator, model = text.partition("=")
     if separator and name and model:
         return ServedName(name, model)
@@ -122,7 +122,7 @@ def _read_served_name(text: str) -> ServedName:
 
 
 def read_lora(text: str) -> ServedName:
-    """Parse `NAME=PATH`."""
+    """Parse a LoRA option in the form `NAME=PATH`."""
     name, separator, path = text.partition("=")
     if not separator or not name or not path:
         raise UsageError(
@@ -132,7 +132,7 @@ def read_lora(text: str) -> ServedName:
 
 
 def read_limits(texts: Iterable[str], max_queue: int) -> ServerLimits:
-    """Parse `NAME=NUMBER` pairs, where the names are the fields of `ServerLimits`."""
+    """Parse limits in the form `NAME=NUMBER`, where each name is a field of `ServerLimits`."""
     types = {limit.name: limit.type for limit in fields(ServerLimits)}
     values: dict[str, Any] = {"max_queue": max_queue}
     for text in texts:

@@ -1,7 +1,7 @@
 """Atomic file writes: readers see the old or the new content, never a partial file, even after a crash.
 
-The content goes to a temporary file in the same directory, which is flushed to disk and then renamed. A process that
-is killed before the rename leaves its temporary file behind; later writes remove such files after a day.
+The content is written to a temporary file in the same directory, flushed to disk and then renamed. A process that is
+killed before the rename leaves its temporary file behind; later writes remove such files after a day.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, er
 
 
 def atomic_write(path: Path, content: bytes | str, *, overwrite: bool = True, mode: int = 0o666) -> None:
-    """Write a file atomically, text as UTF-8. See `atomic_writer` for the options."""
+    """Write a file atomically; text is encoded as UTF-8. See `atomic_writer` for the options."""
     with atomic_writer(path, overwrite=overwrite, mode=mode) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
@@ -36,8 +36,8 @@ def atomic_write(path: Path, content: bytes | str, *, overwrite: bool = True, mo
 def atomic_writer(path: Path, *, overwrite: bool = True, mode: int = 0o666) -> Iterator[IO[bytes]]:
     """Open a temporary file that is renamed to `path` at the end of the block, or removed if the block raises.
 
-    A new file gets `mode` minus the umask; a replaced file keeps its permissions. With `overwrite=False`, raise
-    FileExistsError if the file exists at the end of the block: two processes never overwrite each other.
+    A new file receives `mode` minus the umask; a replaced file keeps its permissions. With `overwrite=False`, raise
+    FileExistsError if the file exists at the end of the block: two processes never overwrite each other's files.
     """
     _remove_stale_files(path.parent, int(time.time() // _DAY_S))
     temporary = path.with_name(f".anyaccel-{secrets.token_hex(8)}.tmp")
@@ -61,12 +61,12 @@ def atomic_writer(path: Path, *, overwrite: bool = True, mode: int = 0o666) -> I
 
 
 def is_temporary_file(path: Path) -> bool:
-    """Return whether a path is a temporary file of `atomic_write`."""
+    """Return whether a path is a temporary file from `atomic_write`."""
     return _TEMPORARY_NAME.fullmatch(path.name) is not None
 
 
 def remove_temporary_files(directory: Path, *, older_than_s: float = _DAY_S) -> None:
-    """Remove the temporary files of killed processes. An age of 0 is safe only if no other process is writing."""
+    """Remove temporary files left by killed processes. An age of 0 is safe only if no other process is writing."""
     cutoff = time.time() - older_than_s
     paths: list[Path] = []
     with suppress(OSError):  # the directory cannot be listed
@@ -79,7 +79,7 @@ def remove_temporary_files(directory: Path, *, older_than_s: float = _DAY_S) -> 
 
 @functools.lru_cache(maxsize=256)
 def _remove_stale_files(directory: Path, day: int) -> None:
-    """Remove stale temporary files, once per directory and day: listing a large directory is slow."""
+    """Remove stale temporary files, at most once per directory and day, because listing a large directory is slow."""
     remove_temporary_files(directory)
 
 
@@ -92,7 +92,7 @@ def _read_permissions(path: Path) -> int | None:
 
 
 def _rename_to_free_name(temporary: Path, path: Path) -> None:
-    """Rename a file; raise FileExistsError if the path exists."""
+    """Rename a temporary file; raise FileExistsError if the new path exists."""
     try:
         os.link(temporary, path)  # unlike a rename, this fails if the path exists
     except OSError as error:
@@ -108,7 +108,7 @@ def _rename_to_free_name(temporary: Path, path: Path) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Flush a rename to disk. Windows and some file systems cannot, but the file is complete without it."""
+    """Flush a rename to disk; ignore systems that do not support it, because the file is complete without it."""
     with suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)
         try:

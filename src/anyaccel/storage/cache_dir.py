@@ -1,4 +1,4 @@
-"""The cache directory, and the measurements of this machine stored in it."""
+"""The cache directory, and the measurements from this machine that it stores."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def find_cache_folder() -> Path:
 
 
 def find_graphs_folder() -> Path:
-    """Return the directory of the compilers' own caches, with one directory per backend."""
+    """Return the directory for the compilers' own caches, with one subdirectory per backend."""
     return find_cache_folder() / "graphs"
 
 
 def find_write_error(folder: Path) -> str:
-    """Create a directory if necessary; return why it cannot be written, or an empty string."""
+    """Create a directory if necessary; return why it is not writable, or an empty string if it is."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Creating a file is the only reliable check: os.access does not consider quotas and network mounts.
@@ -65,12 +65,12 @@ def warn_not_cached(fault: str) -> None:
 
 
 def read_fact(file: str, key: str) -> Any:
-    """Return a stored measurement; None if it is missing or unreadable."""
+    """Return a stored measurement, or None if it is missing or unreadable."""
     return _read(find_cache_folder() / file).get(key)
 
 
 def store_fact(file: str, key: str, fact: Any) -> None:
-    """Store a measurement. If the directory cannot be written, the next process measures again."""
+    """Store a measurement. If the directory is not writable, the next process measures again."""
     path = find_cache_folder() / file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ def try_lock_file(path: Path) -> IO[bytes] | None:
 
 
 def lock_file(path: Path, message: str, hint: str) -> IO[bytes]:
-    """Lock a file until the returned handle is closed; raise UsageError with this message if it is already locked."""
+    """Lock a file until the returned handle is closed; raise UsageError with `message` if it is already locked."""
     try:
         file = try_lock_file(path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Counter of live memory while a pipeline runs on the `meta` device."""
+"""Tracker for live memory while a pipeline runs on the `meta` device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["AllocationTracker"]
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Current and peak bytes of live storages, without the weights."""
+    """Current and peak bytes of live storages, excluding the weights."""
 
     def __init__(
         self, workspace: Workspace, weights: Iterable[torch.Tensor], attention: AttentionRule = UNCHANGED_ATTENTION
@@ -64,7 +64,7 @@ class AllocationTracker(TorchDispatchMode):
         return result
 
     def _record_facts(self, func: Any, tensor: torch.Tensor) -> None:
-        """Record dtype, size and operation, which device limits can depend on."""
+        """Record a tensor's dtype, size and operation, which device limits can depend on."""
         facts, dtype, elements = self.trace_facts, str(tensor.dtype)[6:], tensor.numel()
         facts.dtypes.add(dtype)
         facts.most_elements = max(facts.most_elements, elements)
@@ -77,7 +77,7 @@ class AllocationTracker(TorchDispatchMode):
         self.peak = max(self.peak, self.used + size)
 
     def add(self, tensor: torch.Tensor, *, replaces_another: bool = False) -> None:
-        """Count a tensor's storage once. One that replaces a counted tensor does not raise the peak."""
+        """Count a tensor's storage once. A tensor that replaces a counted one does not raise the peak."""
         storage = tensor.untyped_storage()
         key = read_address(storage)
         if key in self._weights:
@@ -94,7 +94,7 @@ class AllocationTracker(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count allocations of the block."""
+        """Stop counting allocations while the block runs."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -102,13 +102,13 @@ class AllocationTracker(TorchDispatchMode):
             self._paused = before
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """Exclude a tensor that represents another, counted one."""
+        """Exclude a tensor that only represents one that is already counted."""
         storage = tensor.untyped_storage()
         key = read_address(storage)
         self._alive[key] = (weakref.ref(storage, lambda _: self._drop(key)), 0)
 
     def measure_peak(self, run: Callable[[], Any]) -> tuple[Any, int]:
-        """Call a function; return its result and its peak above the current use."""
+        """Call a function; return its result and its peak memory above the current use."""
         before, self.peak = self.peak, self.used
         start = self.used
         result = run()
@@ -128,7 +128,7 @@ class AllocationTracker(TorchDispatchMode):
 
 
 class _AttentionMode(TorchFunctionMode):
-    """Counts attention with the device's kernel; on `meta`, torch would decompose it into matrix products."""
+    """Mode that counts attention as one kernel of the device; on `meta`, torch decomposes it into matrix products."""
 
     def __init__(self, tracker: AllocationTracker, rule: AttentionRule) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ _RESULTS: dict[Any, _Layout] = {}
 
 
 def _run_once(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation, or return an empty tensor of the cached shape if it ran before with the same shapes."""
+    """Run an operation, or return an empty tensor with the cached shape if it already ran with the same shapes."""
     key = None if _aliases(func) else _read_key(func, args, kwargs)
     cached = _RESULTS.get(key) if key is not None else None
     if cached is not None:
@@ -193,7 +193,7 @@ def _is_large(tensor: Any) -> bool:
 
 
 def _return_zeros(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Return zeros of the result's shape without computing on millions of zeros."""
+    """Return zeros with the result's shape instead of computing on millions of zeros."""
     meta_args = [value.to("meta") if isinstance(value, torch.Tensor) and value.dim() else value for value in args]
     result = func(*meta_args, **kwargs)
     return torch.zeros(result.shape, dtype=result.dtype)
@@ -201,14 +201,14 @@ def _return_zeros(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 
 @functools.cache
 def _aliases(func: Any) -> bool:
-    """Return whether an operation returns a view or several tensors, or modifies its arguments."""
+    """Return whether an operation returns a view or multiple tensors, or modifies its arguments."""
     schema = read_schema(func)
     arguments, returns = schema.arguments, schema.returns
     return len(returns) != 1 or any(value.alias_info is not None for value in (*arguments, *returns))
 
 
 def _read_key(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a cache key of the arguments that determine the result's shape; None if one is a CPU tensor."""
+    """Return a cache key from the arguments that determine the result's shape, or None if one is a CPU tensor."""
     key: list[Any] = [func]
     for value in (*args, *kwargs.items()):
         item = _read_key_item(value)
@@ -228,7 +228,7 @@ def _read_key_item(value: Any) -> Any:
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:
-    """Return whether an image batch has the memory format channels_last."""
+    """Return whether an image batch is in the channels_last memory format."""
     # Attention can leave a batch of one with these strides by chance; torch's kernels do not treat it as such.
     is_batch = tensor.dim() == 4 and tensor.shape[0] > 1
     return is_batch and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
@@ -243,19 +243,19 @@ def _convolve(*args: Any) -> torch.Tensor:
 
 
 def _return_one(tensor: torch.Tensor) -> Any:
-    """Return 1 in the tensor's dtype for a value that was never computed."""
+    """Return a Python 1 that matches the tensor's dtype, for a value that was never computed."""
     return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 
 def _copy(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Return zeros for a copy from `meta` to the CPU."""
+    """Return CPU zeros for a copy from `meta` to the CPU."""
     if torch.device(options.get("device") or "meta").type == "meta":
         return _run_once(_ATEN._to_copy.default, (tensor,), options)  # type: ignore[no-any-return]
     return torch.zeros(tensor.shape, dtype=options.get("dtype") or tensor.dtype)
 
 
 def _normalize(tensor: torch.Tensor, weight: Any, bias: Any, images: int, *sizes: Any) -> Any:
-    """Return the outputs of group norm; torch's meta kernel decomposes it into a dozen operations."""
+    """Return empty outputs for group norm, because torch's meta kernel decomposes it into a dozen operations."""
     result = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return result, *(torch.empty(images, sizes[2], dtype=tensor.dtype, device="meta") for _ in range(2))
 

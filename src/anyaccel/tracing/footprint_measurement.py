@@ -1,4 +1,4 @@
-"""Measurement of the memory of a call: run a pipeline of meta models once per memory option and image count."""
+"""Memory measurement: a pipeline of meta models runs once per memory option and image count."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TILING_METHODS = {"enable_slicing": "disable_slicing", "enable_tiling": "disabl
 
 
 class Measurement:
-    """Measures calls of one pipeline with one set of arguments, and caches the footprints."""
+    """Memory measurement for one pipeline and one set of call arguments, with cached footprints."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Measurement:
         )
 
     def _read_model_calls(self) -> tuple[ModelCall, ...]:
-        """Return the model calls with their phases; the pipeline's own memory counts toward the adjacent calls."""
+        """Return the model calls with their phases; the pipeline's own memory is attributed to the adjacent calls."""
         records, between = self.traced.model_calls, self.traced.between
         steps = [position for position, record in enumerate(records) if record.component in self.denoisers]
         first, last = (steps[0], steps[-1]) if steps else (len(records), len(records))
@@ -107,7 +107,7 @@ class Measurement:
 
 
 def set_vae_tiling(pipe: Any, on: bool) -> None:
-    """Enable or disable slicing and tiling of the autoencoder."""
+    """Enable or disable VAE slicing and tiling."""
     for component in pipe.components.values():
         for enable, disable in _TILING_METHODS.items():
             method = getattr(component, enable if on else disable, None)
@@ -116,7 +116,7 @@ def set_vae_tiling(pipe: Any, on: bool) -> None:
 
 
 def supports_streaming(model: torch.nn.Module) -> bool:
-    """Return whether each weight of a model is read only in the forward of its own layer."""
+    """Return whether each weight of a model is read only in its own layer's forward."""
     computed = (_COMPUTED.isdisjoint(read_parameter_table(layer)) for layer in model.modules())
     return supports_group_offloading(model) and all(computed)
 
@@ -140,11 +140,11 @@ def _read_size(name: str, model: torch.nn.Module, workspace: Workspace, fetches_
 
 
 def _find_largest_layer(model: torch.nn.Module, sum_bytes: Callable[[Any], int]) -> int:
-    """Return the peak bytes if each module loads only its own parameters: those of one module and all its parents."""
+    """Return the peak bytes if each module loads only its own parameters: one module plus all its parents."""
     own = sum_bytes(model.parameters(recurse=False))
     return own + max((_find_largest_layer(child, sum_bytes) for child in model.children()), default=0)
 
 
 def _find_next_layer(model: torch.nn.Module, sum_bytes: Callable[[Any], int]) -> int:
-    """Return the most bytes that are prefetched: the parameters of one module."""
+    """Return the largest number of bytes that are prefetched: the parameters of the largest module."""
     return max(sum_bytes(module.parameters(recurse=False)) for module in model.modules())

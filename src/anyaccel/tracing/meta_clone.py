@@ -1,4 +1,4 @@
-"""Copy of a pipeline in memory with its models on the `meta` device."""
+"""Copy of an in-memory pipeline with its models on the `meta` device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ADDED = (*HOOK_ATTRIBUTES, HOOK_ATTRIBUTE, "_anyaccel_overrides", "forward")
 
 
 def clone_pipeline(pipe: Any, kind: Any, traced: PipelineTrace) -> Any:
-    """Return a pipeline of a class with the components of `pipe` and its models on `meta`; `pipe` is not changed."""
+    """Return a copy of `pipe` with class `kind` and its models on `meta`; `pipe` is not changed."""
     # Without __init__, which would register the components and read their configs again.
     clone: Any = kind.__new__(kind)
     vars(clone).update(vars(pipe))

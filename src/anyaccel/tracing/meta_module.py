@@ -24,13 +24,13 @@ _BLENDS = ("blend_v", "blend_h", "blend_t")
 
 
 class MetaRunner(Protocol):
-    """Runs a model on `meta` with the CPU tensors of a pipeline."""
+    """Interface for running a model on `meta` with CPU tensors from a pipeline."""
 
     def run_model(self, name: str, method: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run one call of a model and return its result on the CPU."""
+        """Run one model call and return its result on the CPU."""
 
     def run_submodule(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run one call of a submodule that is called often, and return its result on `meta`."""
+        """Run one call of a frequently called submodule, and return its result on `meta`."""
 
 
 def to_meta_module(model: torch.nn.Module, name: str, runner: MetaRunner) -> torch.nn.Module:
@@ -64,7 +64,7 @@ def to_meta_module(model: torch.nn.Module, name: str, runner: MetaRunner) -> tor
 
 
 def _find_repeated(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
-    """Return the repeated blocks of a model: same list, same class, same weight shapes."""
+    """Return a model's repeated blocks: those in the same list with the same class and weight shapes."""
     groups: dict[str, list[torch.nn.Module]] = {}
     for position, module in enumerate(model.modules()):
         if isinstance(module, torch.nn.ModuleList) and len(module) > 2:
@@ -75,7 +75,7 @@ def _find_repeated(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
 
 
 def _blend_one_row(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Limit blending to one row: all rows need the same memory, and a large image has tens of thousands."""
+    """Limit blending to one row: every row needs the same memory, and a large image has tens of thousands of rows."""
 
     @functools.wraps(call)
     def blend(a: torch.Tensor, b: torch.Tensor, blend_extent: int) -> Any:
@@ -145,7 +145,7 @@ def _is_distribution(value: Any) -> bool:
 
 
 def first_floating(output: Any) -> torch.Tensor | None:
-    """Return the first floating-point tensor of a model output."""
+    """Return the first floating-point tensor in a model output."""
     if isinstance(output, torch.Tensor):
         return output if output.is_floating_point() else None
     values = output.values() if hasattr(output, "values") else output if isinstance(output, list | tuple) else ()

@@ -1,4 +1,4 @@
-"""Full-size pipelines without trained weights, built from the config files of a model."""
+"""Full-size pipelines without trained weights, built from a model's config files."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class FullSizePipeline:
 def build_pipeline(
     folder: ModelFolder, device: str, dtype: torch.dtype, finish: Callable[[str, Any], Any] | None = None
 ) -> FullSizePipeline:
-    """Build the pipeline of a folder with full-size, untrained models on a device (`meta` needs no memory).
+    """Build the pipeline in a folder with full-size, untrained models on a device (`meta` needs no memory).
 
-    Tokenizers and processors are those of the recipe: they have no weights, and the same lengths as the real ones.
-    `finish(name, model)` returns the model to use.
+    Tokenizers and processors come from the recipe: they have no weights, and produce the same lengths as the real ones.
+    `finish(name, model)` is called for each model and returns the model to use.
     """
     import diffusers
 
@@ -71,7 +71,7 @@ def build_pipeline(
 
 @contextlib.contextmanager
 def _name_config_file(component: Component) -> Iterator[None]:
-    """Convert library errors about a config to a `ModelError` that names the file."""
+    """Convert library errors about a config to a `ModelError` that names the config file."""
     try:
         yield
     except AnyaccelError:
@@ -124,14 +124,14 @@ def _make_model(tiny: Any, component: Component, device: str, dtype: torch.dtype
 
 
 def _make_processor(component: Component) -> Any:
-    """Return an image processor with its defaults; None for tokenizers, which come from the recipe."""
+    """Return an image processor with default options, or None for tokenizers, which come from the recipe."""
     if not component.kind.endswith(("ImageProcessor", "FeatureExtractor")):
         return None
     return _find_class(component)()
 
 
 def _find_class(component: Component) -> Any:
-    """Return the class that the index names, from a library or from a pipeline folder of diffusers."""
+    """Return the class that the index names, from a library or a diffusers pipeline package."""
     for module in (component.library, f"diffusers.pipelines.{component.library}"):
         try:
             component_class = getattr(importlib.import_module(module), component.kind, None)
@@ -146,7 +146,7 @@ def _find_class(component: Component) -> Any:
 
 
 def _extend_tokenizers(components: dict[str, Any]) -> None:
-    """Set each tokenizer's maximum length to the number of positions of its text encoder."""
+    """Raise each tokenizer's maximum length to at least 77, but not above its text encoder's number of positions."""
     for name, tokenizer in components.items():
         if not name.startswith("tokenizer"):
             continue

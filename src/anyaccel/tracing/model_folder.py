@@ -1,4 +1,4 @@
-"""Reader of a model folder's JSON files: pipeline class, components and sizes of the weight files."""
+"""Reader for a model folder's JSON files: pipeline class, components and weight file sizes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFolder:
-    """A pipeline on disk, without its weights."""
+    """A pipeline folder on disk, without its weights."""
 
     path: Path
     pipeline: str
@@ -51,9 +51,9 @@ class ModelFolder:
     """Settings of the pipeline itself, such as `force_zeros_for_empty_prompt`."""
 
     def missing_bytes(self, models: Iterable[str]) -> int | None:
-        """Return the size of the weight files of some models that are not downloaded yet; None if it is unknown.
+        """Return the size of these models' weight files that are not downloaded yet, or None if it is unknown.
 
-        If a model has weights in several dtypes, the files without a variant suffix count: diffusers loads those.
+        If a model has weights in several dtypes, only files without a variant suffix count: diffusers loads those.
         """
         listed = self.path / _WEIGHTS
         if listed.is_file():  # a description of a published model, without its weights
@@ -83,7 +83,7 @@ def read_model_folder(path: Path) -> ModelFolder:
 
 
 def find_recipe(pipeline: str) -> Recipe | None:
-    """Return the recipe of a pipeline class: the one named like the class, or the first one."""
+    """Return the recipe for a pipeline class: the one named after the class, or else the first one."""
     by_class: dict[str, Recipe] = {}
     for recipe in recipes().values():
         if recipe.pipeline not in by_class or recipe.name == _to_kebab_case(recipe.pipeline):
@@ -97,7 +97,7 @@ def _to_kebab_case(pipeline: str) -> str:
 
 
 def is_a(model: Any, component: Component) -> bool:
-    """Return whether a model is of the class that the index names, by its current or an older name."""
+    """Return whether a model is an instance of the class in the index, by its current or an older name."""
     from diffusers import ModelMixin
 
     if type(model).__name__ == component.kind or not isinstance(model, ModelMixin) or not component.config:
@@ -108,7 +108,7 @@ def is_a(model: Any, component: Component) -> bool:
 
 
 def require_recipe(pipeline: str) -> Recipe:
-    """Return the recipe of a pipeline class; raise ModelError if there is none."""
+    """Return the recipe for a pipeline class; raise ModelError if there is none."""
     recipe = find_recipe(pipeline)
     if recipe is None:
         names = sorted({recipe.pipeline for recipe in recipes().values()})
@@ -130,7 +130,7 @@ def _read_component(path: Path, name: str, library: Any, kind: Any) -> Component
 
 
 def _missing_bytes(folder: Path) -> int | None:
-    """Return 0 if the weights are present, else the total size in the index of the weight files, if there is one."""
+    """Return 0 if the weights are present, else their total size from the weight index; None if it is unknown."""
     if any(folder.glob("*.safetensors")):
         return 0
     # Sharded weights have an index with their total size; a single file has none.
@@ -145,7 +145,7 @@ def _sum_plain(files: Mapping[str, int], model: str) -> int | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raise ModelError if the file has none."""
+    """Return the object in a JSON file; raise ModelError if the file cannot be read or contains no object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

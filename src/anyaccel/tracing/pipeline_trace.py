@@ -19,7 +19,7 @@ __all__ = ["ModelCallRecord", "PipelineTrace"]
 
 @dataclass(frozen=True)
 class ModelCallRecord:
-    """One call of one model."""
+    """Record of one model call."""
 
     component: str
     method: str
@@ -29,7 +29,7 @@ class ModelCallRecord:
 
 
 class PipelineTrace:
-    """Runs a pipeline of meta models and records their memory."""
+    """Tracer that runs a pipeline of meta models and records their memory."""
 
     def __init__(self) -> None:
         self.model_calls: list[ModelCallRecord] = []
@@ -46,7 +46,7 @@ class PipelineTrace:
 
     @property
     def trace_facts(self) -> TraceFacts:
-        """Facts of the last run, without the cached model calls."""
+        """Facts about the last run, excluding cached model calls."""
         return self._tracker.trace_facts
 
     def wrap_model(self, name: str, model: torch.nn.Module) -> torch.nn.Module:
@@ -61,7 +61,7 @@ class PipelineTrace:
         attention: AttentionRule = UNCHANGED_ATTENTION,
         setting: Hashable = None,
     ) -> None:
-        """Call the pipeline once. `setting` is part of the cache key: options that change what the models do."""
+        """Call the pipeline once. `setting` identifies options that affect the models, and is part of the cache key."""
         if not self._weights:
             models = [model for model in pipe.components.values() if isinstance(model, torch.nn.Module)]
             self._weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
@@ -94,12 +94,12 @@ class PipelineTrace:
         return output
 
     def _keep_output(self, name: str, tensor: torch.Tensor | None) -> None:
-        """Keep a model's last output alive, as the check for NaN and Inf does in a real call."""
+        """Keep a model's last output alive, as the NaN and Inf check does in a real call."""
         if tensor is not None and tensor.numel() * tensor.element_size() <= MAX_KEPT_OUTPUT_BYTES:
             self._outputs[name] = tensor
 
     def run_submodule(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
-        """Run one call of a repeated submodule (a decoder per tile), or use the cached result."""
+        """Run one call of a repeated submodule (such as a decoder, once per tile), or use the cached result."""
         # Video autoencoders pass a list that each call updates for the next one: never cached.
         if any(isinstance(value, list | dict) and value for value in (*args, *kwargs.values())):
             return call(*args, **kwargs)

@@ -78,10 +78,10 @@ def is_argument_error(error: BaseException) -> bool:
 
 
 def find_denoising_step(frame: FrameType) -> int | None:
-    """Return the current denoising step of a `__call__` frame; None outside of the denoising loop.
+    """Return the index of the current denoising step in a `__call__` frame, or None outside the denoising loop.
 
     Every pipeline has a loop `for i, t in enumerate(timesteps)` (pipelines/*/pipeline_*.py). In loops over `t` without
-    an index `i` the step is 0.
+    an index `i`, the step is 0.
     """
     if frame.f_locals.get("self") is None or "t" not in frame.f_locals:
         return None
@@ -94,7 +94,7 @@ def find_denoising_step(frame: FrameType) -> int | None:
 
 @lru_cache(maxsize=1024)
 def _find_loops(code: CodeType) -> tuple[tuple[int, int], ...]:
-    """Return the first and last line of each loop over `t`; nothing if the source is not available."""
+    """Return the first and last line of each loop over `t`; empty if the source is not available."""
     try:
         lines, start = inspect.getsourcelines(code)
         tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -160,26 +160,29 @@ def use_mesh(model: Any, mesh: Any, device: Any) -> Iterator[None]:
 
 
 def is_uneven_share(error: AssertionError) -> bool:
-    """Return whether the cause is a sequence length not divisible by the mesh size (hooks/context_parallel.py)."""
+    """Return whether an error means that the sequence length is not divisible by the mesh size.
+
+    See hooks/context_parallel.py.
+    """
     return _NOT_DIVISIBLE in str(error)
 
 
 def allow_uneven_shares(model: Any) -> None:
-    """Allow context parallelism to split a sequence into unequal parts (models/_modeling_parallel.py)."""
+    """Allow context parallelism to split a sequence unevenly (models/_modeling_parallel.py)."""
     model._parallel_config.context_parallel_config.ulysses_anything = True
 
 
 def read_dtype_argument() -> str:
-    """Return the name of `from_pretrained`'s dtype argument (utils/deprecation_utils.py)."""
+    """Return the name of the dtype argument of `from_pretrained` (utils/deprecation_utils.py)."""
     # Newer versions warn about `torch_dtype`, older ones do not know `dtype`.
     deprecation = importlib.import_module("diffusers.utils.deprecation_utils")
     return "dtype" if hasattr(deprecation, "_resolve_dtype") else "torch_dtype"
 
 
 def casts_components(pipeline_class: Any) -> bool:
-    """Return whether `from_pipe` of a class casts components to float32 by default.
+    """Return whether a class's `from_pipe` casts components to float32 by default.
 
-    Pipeline classes do (pipelines/pipeline_utils.py), the AutoPipeline classes do not.
+    Pipeline classes do (pipelines/pipeline_utils.py); the AutoPipeline classes do not.
     """
     return hasattr(pipeline_class, "_get_signature_keys")
 
@@ -196,7 +199,7 @@ def supports_group_offloading(model: Any) -> bool:
 
 
 def read_step_count(pipe: Any) -> int | None:
-    """Return the number of steps of the running call, if the pipeline stores it (pipelines/*/, `_num_timesteps`)."""
+    """Return the number of steps in the running call, if the pipeline stores it (pipelines/*/, `_num_timesteps`)."""
     count = getattr(pipe, "_num_timesteps", None)
     return count if isinstance(count, int) else None
 
@@ -218,7 +221,7 @@ def use_progress_bars(make_bar: Callable[..., Any]) -> Iterator[None]:
 
 
 def read_alpha_sigma(scheduler: Any, sigma: float) -> tuple[float, float] | None:
-    """Return alpha and sigma of a noise level; None for a scheduler without `_sigma_to_alpha_sigma_t`."""
+    """Return alpha and sigma for a noise level, or None if the scheduler has no `_sigma_to_alpha_sigma_t`."""
     import torch
 
     convert = getattr(scheduler, "_sigma_to_alpha_sigma_t", None)
@@ -229,13 +232,13 @@ def read_alpha_sigma(scheduler: Any, sigma: float) -> tuple[float, float] | None
 
 
 def unpack_latents(pipe: Any, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return packed latents as (batch, channels, height, width); others unchanged (pipelines/flux/pipeline_flux.py)."""
+    """Unpack latents to (batch, channels, height, width); return others unchanged (pipelines/flux/pipeline_flux.py)."""
     unpack: Callable[..., torch.Tensor] | None = getattr(pipe, "_unpack_latents", None)
     return latents if unpack is None else unpack(latents, height, width, pipe.vae_scale_factor)
 
 
 def find_renamed_class(config: Mapping[str, Any], model_class: type) -> type:
-    """Return the current class for a config that names an older one (models/model_loading_utils.py)."""
+    """Return the current class for a config that names a renamed one (models/model_loading_utils.py)."""
     loading: Any = importlib.import_module("diffusers.models.model_loading_utils")
     renamed: type = loading._fetch_remapped_cls_from_config(config, model_class)
     return renamed

@@ -128,7 +128,7 @@ _REASON = re.compile(r"(?:Reason|Graph Break Reason): (?P<reason>[^\n]+)")
 
 
 def parse_graph_break(message: str) -> tuple[str, int, str] | None:
-    """Return file, line and reason of a graph break from a log message; None for other messages."""
+    """Parse the file, line and reason of a graph break from a log message; return None for other messages."""
     match = _BREAK.search(message)
     if match is None:
         return None
@@ -137,7 +137,7 @@ def parse_graph_break(message: str) -> tuple[str, int, str] | None:
 
 
 def unwrap_compiled(module: Any) -> Any:
-    """Return the original module of a compiled module; other objects unchanged (_dynamo/eval_frame.py)."""
+    """Return the original module for a compiled module; return other objects unchanged (_dynamo/eval_frame.py)."""
     return getattr(module, "_orig_mod", module)
 
 
@@ -147,12 +147,12 @@ def is_compiled(module: Any) -> bool:
 
 
 def is_compiler_error(error: BaseException) -> bool:
-    """Return whether Dynamo or Inductor raised the error, by the module of its class."""
+    """Return whether Dynamo or Inductor raised the error, based on the module that defines its class."""
     return type(error).__module__.startswith(("torch._inductor", "torch._dynamo"))
 
 
 def read_compile_times_s() -> dict[str, list[float]]:
-    """Return the seconds per compiler phase in this process (_dynamo/utils.py)."""
+    """Return the seconds spent in each compiler phase in this process (_dynamo/utils.py)."""
     # Not imported: importing Dynamo takes seconds, and if nothing has imported it yet, nothing was compiled.
     return dict(getattr(sys.modules.get("torch._dynamo.utils"), "compilation_time_metrics", {}))
 
@@ -180,13 +180,13 @@ def allow_half_precision_attention() -> None:
 
 
 def find_property(name: str) -> Any:
-    """Return the getter of a tensor property, as a function mode receives it (`torch._C.TensorBase`, _tensor.py)."""
+    """Return a tensor property's getter, as function modes receive it (`torch._C.TensorBase`, _tensor.py)."""
     descriptor = getattr(torch._C.TensorBase, name, None) or vars(torch.Tensor).get(name)
     return getattr(descriptor, "__get__", None)
 
 
 def find_default_device() -> torch.device | None:
-    """Return the device of `with torch.device(…)` or `set_default_device`, or None (__init__.py)."""
+    """Return the device set by `with torch.device(…)` or `set_default_device`, or None (__init__.py)."""
     # Not `torch.get_default_device()`: it creates a tensor, which would run our own modes and patches.
     for mode in reversed(read_function_modes()):
         if isinstance(mode, DeviceContext):
@@ -206,7 +206,7 @@ def refresh_factories() -> None:
 
 
 def read_version(tensor: torch.Tensor) -> int:
-    """Return the version counter of in-place writes; raises for inference tensors (_C/__init__.pyi)."""
+    """Return the counter of in-place writes to a tensor; fails for inference tensors (_C/__init__.pyi)."""
     return tensor._version
 
 
@@ -216,29 +216,29 @@ def read_address(owner: Any) -> int:
 
 
 def read_parameter_table(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
-    """Return the table of a module's own parameters; writes bypass registration (nn/modules/module.py)."""
+    """Return the dict of a module's own parameters; writing to it bypasses registration (nn/modules/module.py)."""
     return module._parameters
 
 
 def read_buffer_table(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the table of a module's own buffers (nn/modules/module.py)."""
+    """Return the dict of a module's own buffers (nn/modules/module.py)."""
     return module._buffers
 
 
 def read_child_table(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
-    """Return the table of a module's children (nn/modules/module.py)."""
+    """Return the dict of a module's children (nn/modules/module.py)."""
     return module._modules
 
 
 def read_hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return a module's tables of forward hooks and pre-hooks; torch changes them in place (nn/modules/module.py)."""
+    """Return a module's dicts of forward hooks and pre-hooks, which torch modifies in place (nn/modules/module.py)."""
     return module._forward_hooks, module._forward_pre_hooks
 
 
 def list_computed_weights(module: torch.nn.Module) -> list[str]:
     """Return the names of weights that `weight_norm` and `spectral_norm` compute before each forward.
 
-    These are attributes set by a hook of class `WeightNorm` or `SpectralNorm` (nn/utils/weight_norm.py,
+    These attributes are set by a hook of class `WeightNorm` or `SpectralNorm` (nn/utils/weight_norm.py,
     nn/utils/spectral_norm.py).
     """
     hooks: list[Any] = [hook for hook in module._forward_pre_hooks.values() if type(hook).__name__ in _COMPUTING_HOOKS]
@@ -260,7 +260,7 @@ make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 
 
 def read_timeout(options: Any) -> Any:
-    """Return the timeout in the options of a distributed backend (distributed/distributed_c10d.py)."""
+    """Return the timeout from a distributed backend's options (distributed/distributed_c10d.py)."""
     return options._timeout
 
 
@@ -273,7 +273,7 @@ disable_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 def find_rebuild(is_parameter: bool) -> Callable[..., Any]:
-    """Return the function that unpickles a parameter, or a tensor on a device without storages (_utils.py)."""
+    """Return the function that unpickles a parameter, or a tensor from a device without storages (_utils.py)."""
     utils: Any = torch._utils
     name = "_rebuild_parameter" if is_parameter else "_rebuild_device_tensor_from_cpu_tensor"
     rebuild: Callable[..., Any] = getattr(utils, name)
@@ -286,7 +286,7 @@ def is_tracing() -> bool:
 
 
 def is_recompiling() -> bool:
-    """Return whether the current compilation is a recompilation of a frame (_guards.py, `CompileId`)."""
+    """Return whether the current compilation recompiles a frame (_guards.py, `CompileId`)."""
     compile_id = torch._guards.CompileContext.current_compile_id()
     return bool(compile_id is not None and compile_id.frame_compile_id)
 
@@ -322,7 +322,7 @@ def restore_compiled_call(layer: Any, compiled: Any) -> None:
 
 
 def pause_gc_after_compile() -> AbstractContextManager[Any]:
-    """Disable Dynamo's garbage collection after each graph during the block (_dynamo/config.py, since torch 2.8)."""
+    """Disable garbage collection by Dynamo after each graph during the block (_dynamo/config.py, since torch 2.8)."""
     config: Any = importlib.import_module("torch._dynamo.config")
     return config.patch(run_gc_after_compile=False) if hasattr(config, "run_gc_after_compile") else nullcontext()
 
@@ -334,7 +334,7 @@ def find_compiler(name: str) -> Callable[..., Any]:
 
 
 def set_ptxas_path() -> None:
-    """Set the path of `ptxas` as Inductor's compile workers do (_inductor/runtime/compile_tasks.py)."""
+    """Set the `ptxas` path as Inductor's compile workers do (_inductor/runtime/compile_tasks.py)."""
     # The version of ptxas is part of the cache key of every Triton kernel. Workers set the path before they compute a
     # key, this process only later. Without this call it would not find the kernels of the workers (torch 2.13).
     tasks = importlib.import_module("torch._inductor.runtime.compile_tasks")
@@ -351,14 +351,14 @@ def find_inductor_cache() -> str:
 
 
 def read_global_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the tables of global forward hooks and pre-hooks; torch changes them in place (nn/modules/module.py)."""
+    """Return the dicts of global forward hooks and pre-hooks, which torch modifies in place (nn/modules/module.py)."""
     from torch.nn.modules import module
 
     return module._global_forward_hooks, module._global_forward_pre_hooks
 
 
 def load_dynamo() -> None:
-    """Import Dynamo. Call this before `torch.Tensor.__new__` is patched."""
+    """Import Dynamo; must be called before `torch.Tensor.__new__` is patched."""
     # On import, Dynamo compares its polyfill with the signature of `Tensor.__new__` (_dynamo/polyfills/tensor.py).
     importlib.import_module("torch._dynamo")
 
@@ -370,13 +370,13 @@ def register_compiler(compile_graph: Callable[..., Any], name: str) -> None:
 
 
 def skip_in_graphs(package: str) -> None:
-    """Exclude the functions of a package from Dynamo's tracing (_dynamo/trace_rules.py)."""
+    """Exclude a package's functions from Dynamo tracing (_dynamo/trace_rules.py)."""
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
     rules.add(package)
 
 
 def read_private_use_name() -> str:
-    """Return the name of the `PrivateUse1` backend; "privateuseone" if none was registered."""
+    """Return the name of the `PrivateUse1` backend, or "privateuseone" if none was registered."""
     return str(torch._C._get_privateuse1_backend_name())
 
 
@@ -423,7 +423,7 @@ def find_guard_table(length: int) -> Any:
 
 
 def is_decomposed(func: Any) -> bool:
-    """Return whether torch decomposes an operation before it reaches a device."""
+    """Return whether torch decomposes an operation before it is dispatched to a device."""
     name = func.name()
     # TorchScript has overloads that the dispatcher does not know, and looking up their kernels raises.
     return name in _list_operations() and bool(

@@ -34,7 +34,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class ProbeContext:
-    """Device to probe, and its sheet for this product and these versions, without results of earlier probes."""
+    """Device to probe, and its sheet for the detected product and versions, without earlier probe results."""
 
     sheet: Sheet
     driver: Driver
@@ -45,7 +45,7 @@ class ProbeContext:
 
     @property
     def device(self) -> torch.device:
-        """The `torch.device`; loads the driver."""
+        """The `torch.device`. Reading it loads the driver."""
         import torch
 
         self.driver.load()
@@ -68,7 +68,7 @@ class ProbeContext:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error in one line, without the folders of this machine, because evidence files are published."""
+    """Return an error as one line, without local folder names, because evidence files are published."""
     return _FOLDERS.sub("", summarize_error(error))[:300]
 
 

@@ -1,4 +1,4 @@
-"""Probe of a dtype: whether the device keeps it, computes correctly in it, and how fast it is."""
+"""Probe for a dtype: whether the device stores it and computes correctly in it, and how fast it is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_SECONDS = 0.5
 
 
 def probe_dtype_claim(context: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
-    """Store, add and multiply values of a dtype and, if the sheet calls it slow, time it."""
+    """Store, add and multiply values in a dtype and, if the sheet lists it as slow, time it."""
     dtype = name.removeprefix("dtypes.")
     if dtype.startswith("float8"):
         return _probe_float8(context, dtype, claim)
@@ -45,7 +45,7 @@ def probe_dtype_claim(context: ProbeContext, name: str, claim: Claim | Unknown) 
 
 
 def _compare_products(context: ProbeContext, dtype: str) -> Observation:
-    """Compare a matrix product and a softmax with the CPU in float64, from the same rounded inputs."""
+    """Compare a matrix product and a softmax with float64 results from the CPU, using the same rounded inputs."""
     import torch
 
     left, right = (seeded_randn((48, 48), seed).to(getattr(torch, dtype)) for seed in (1, 2))
@@ -119,7 +119,7 @@ def _time_dtype(context: ProbeContext, dtype: str, replacement: str) -> Observat
 
 
 def _time(context: ProbeContext, dtype_name: str) -> float:
-    """Return the seconds of a matrix product and, for floating-point dtypes, a convolution (best of several runs)."""
+    """Return the best time in seconds for a matrix product and, for floating-point dtypes, a convolution."""
     import torch
 
     dtype: torch.dtype = getattr(torch, dtype_name)

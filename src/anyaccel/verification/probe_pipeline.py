@@ -1,4 +1,4 @@
-"""Probe of a tiny pipeline: placed on a device, and compared with the CPU's image."""
+"""Probe for a tiny pipeline: it is placed on a device and its image compared with the CPU image."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONDITIONS = (
 
 
 def configure_process(threads: int) -> None:
-    """Set full float32 precision and the number of threads, and silence library warnings."""
+    """Enable full float32 precision, set the number of threads and silence library warnings."""
     import torch
 
     torch.set_num_threads(threads)
@@ -40,7 +40,7 @@ def configure_process(threads: int) -> None:
 
 
 def probe_pipeline(name: str, device: Any) -> PipelineFinding:
-    """Run one recipe in plain diffusers on the CPU, and placed on the device."""
+    """Run one recipe with plain diffusers on the CPU, and placed by anyaccel on the device."""
     from anyaccel.runtime.pipeline import place
 
     recipe = recipes()[name]
@@ -65,9 +65,9 @@ def probe_pipeline(name: str, device: Any) -> PipelineFinding:
 
 
 def measure_sensitivity(recipe: Recipe, expected: Any) -> float:
-    """Return how much the CPU's image changes when the weights change by 1e-6, about the effect of rounding.
+    """Return how much the CPU image changes when the weights change by 1e-6, about the size of a rounding error.
 
-    Some tiny models with random weights quantize to codes, or amplify each rounding error a thousandfold.
+    Some tiny models with random weights quantize to discrete codes, or amplify each rounding error a thousandfold.
     """
     import torch
 

@@ -1,6 +1,6 @@
-"""Worker process that probes a device. A crash, or a driver that stops responding, costs one finding only.
+"""Worker process that probes a device. A crash or an unresponsive driver affects only one finding.
 
-It is a new process, because an initialized driver does not survive a fork. Requests and answers are JSON lines.
+The worker is a new process, because an initialized driver does not survive a fork. Requests and answers are JSON lines.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _PACKAGES = ("torch", "diffusers", "transformers", "accelerate")
 
 
 class ProbeWorkerDiedError(AnyaccelError):
-    """The process ended before it answered."""
+    """Error for a worker process that ended before it answered."""
 
 
 class ProbeWorkerKilledError(ProbeWorkerDiedError):
-    """The process was killed, for its memory use or a timeout, which is not a property of the device."""
+    """Error for a worker process killed for memory use or a timeout, which is not a property of the device."""
 
 
 @dataclass
 class ProbeWorker:
-    """Handle of a worker process for one device. It starts with the first request, and again after a crash.
+    """Handle to a worker process for one device. The process starts on the first request and restarts after a crash.
 
-    It is a context manager, and the process ends with it.
+    Use it as a context manager: the process ends when the block exits.
     """
 
     device: str
@@ -48,7 +48,7 @@ class ProbeWorker:
     _worker: JsonLineWorker | None = None
 
     def probe_claim(self, name: str) -> Finding:
-        """Probe one claim of the sheet."""
+        """Probe one claim on the sheet."""
         return Finding(**self._request({"claim": name}))
 
     def probe_pipeline(self, name: str, threads: int) -> PipelineFinding:
@@ -95,7 +95,7 @@ class ProbeWorker:
 
 
 def make_probe_context(device: str, quick: bool) -> ProbeContext:
-    """Open a device of this machine, with its sheet for this product and these versions."""
+    """Open a device on this machine, with its sheet for the detected product and versions."""
     opened = open_device(device)
     # The sheet of the opened device includes probe results; the claims to verify are those of the written sheet.
     written = sheet(opened.sheet.name)
@@ -136,7 +136,7 @@ def _is_broken(context: ProbeContext) -> bool:
 
 
 def main() -> None:
-    """Answer the requests of the parent process."""
+    """Answer requests from the parent process."""
     with connecting_to_parent() as (tasks, answer):
         device, quick = sys.argv[1:]
         configure_process(os.cpu_count() or 1)

@@ -1,7 +1,7 @@
-"""Probes of the claims on a device sheet.
+"""Probes for the claims on a device sheet.
 
-Each probe returns an `Observation`; a device error is one too, and a probe that does not fit in memory is skipped.
-A virtual device is probed only for what it enforces; limits that it only records are read from its ledger.
+Each probe returns an `Observation`. A device error counts as one, and a probe that does not fit in memory is skipped.
+A virtual device is probed only for the limits it enforces; limits that it only records are read from its ledger.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NO_TOOLS = re.compile(r"C(\+\+)? compiler|TritonMissing|No module named|Python\
 
 
 def find_claims(sheet: Sheet) -> list[str]:
-    """Return the names of the claims with a probe, in the order of the sheet."""
+    """Return the names of the claims that have a probe, in sheet order."""
     return [name for name, _ in sheet.claims() if name.split(".")[0] in _PROBES]
 
 
@@ -53,7 +53,7 @@ def probe(context: ProbeContext, name: str) -> Finding:
 
 
 def judge(sheet: Sheet, name: str, observation: Observation) -> Finding:
-    """Compare an observation with the claim on the sheet."""
+    """Compare an observation with the claim on the sheet and return the finding."""
     claim = dict(sheet.claims())[name]
     expected = _expect(claim)
     verdict: Verdict = "agrees" if observation.seen == expected else "contradicts"
@@ -91,7 +91,7 @@ def _find_skip_reason(context: ProbeContext, name: str, claim: Claim | Unknown) 
 
 
 def _run_probe(context: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
-    """Run the probe. An error of the device is an observation."""
+    """Run the probe and return its observation; a device error counts as one."""
     import torch
 
     if context.accelerator is not None:
@@ -161,7 +161,7 @@ def _probe_new_shapes(context: ProbeContext, name: str, claim: Claim | Unknown) 
 
 
 def _time_first_runs(run: Callable[[int], bool], sizes: list[int]) -> tuple[bool, float]:
-    """Return whether all results are right, and the median extra milliseconds of the first run of a size."""
+    """Return whether all results are correct, and the median extra milliseconds for the first run at a new size."""
     # The run before the loop loads the kernels, and the difference below is the cost of the new shape.
     right, extra = run(sizes[0] + 1), []
     for size in sizes:

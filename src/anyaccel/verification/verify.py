@@ -1,9 +1,9 @@
-"""`verify`: check a device sheet claim by claim on the device, and tiny pipelines against the CPU.
+"""`verify`: checks a device sheet claim by claim on the device, and tiny pipelines against the CPU.
 
     verification = verify("cuda", pipelines="all", signed_off_by="A. Name", on_message=print)
     Path("evidence.json").write_text(verification.to_json())
 
-On a virtual device, this verifies the emulator and not hardware, and the result has `virtual=True`.
+On a virtual device, this verifies the emulator rather than hardware, and the result has `virtual=True`.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def verify(
     commit: str | None = None,
     on_message: OnMessage = lambda line: None,
 ) -> Verification:
-    """Verify the sheet of a device on the device: `verify("cuda")`, `verify("virtual:mps")`.
+    """Verify a device's sheet on the device itself: `verify("cuda")`, `verify("virtual:mps")`.
 
     `pipelines` is `few`, `all` or recipe names; `jobs` processes run them concurrently. Progress messages go to
-    `on_message`. Probes run in separate processes, and a crash of one is a finding too.
+    `on_message`. Probes run in separate processes, and a crash in one is reported as a finding.
     """
     names = _choose_recipes(pipelines)
     if jobs is not None and jobs < 1:
@@ -112,7 +112,7 @@ def _probe_claims(worker: ProbeWorker, sheet: Sheet, on_message: OnMessage) -> t
 def _probe_pipelines(
     workers: list[ProbeWorker], names: list[str], threads: int, on_message: OnMessage
 ) -> tuple[PipelineFinding, ...]:
-    """Distribute the pipelines over the processes, and return the findings in the order of the names."""
+    """Distribute the pipelines over the worker processes, and return the findings in the order of `names`."""
     # A list iterator is safe to share between threads: `next` holds the GIL.
     queue, stopped = iter(names), threading.Event()
     findings: dict[str, PipelineFinding] = {}
@@ -148,7 +148,7 @@ def _make_crash_finding(name: str, message: str) -> PipelineFinding:
 
 
 def describe_pipeline(finding: PipelineFinding) -> str:
-    """Return the result of one pipeline in one line."""
+    """Return the result for one pipeline as one line."""
     verdict = {True: "right", False: "wrong", None: "not tried"}[finding.right]
     figure = "" if finding.max_difference is None else f", differs by {finding.max_difference:.1e}"
     return f"{finding.recipe}: {verdict}{figure}{': ' if finding.error else ''}{finding.error}"
@@ -203,7 +203,7 @@ def _make_virtual_context(accelerator: VirtualAccelerator) -> ProbeContext:
 
 
 def _report(finding: FindingT, on_message: OnMessage) -> FindingT:
-    """Log a finding and return it."""
+    """Report a finding to `on_message` and return it."""
     on_message(f"{finding.claim}: {finding.verdict}" if isinstance(finding, Finding) else describe_pipeline(finding))
     return finding
 

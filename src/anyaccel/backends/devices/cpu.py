@@ -156,7 +156,7 @@ _CGROUPS = (
 
 
 class CpuDriver(Driver):
-    """CPU driver: no caching allocator, no streams; memory figures come from the operating system."""
+    """CPU driver: no caching allocator and no streams; memory figures come from the operating system."""
 
     def count(self) -> int:
         return 1
@@ -199,7 +199,7 @@ class CpuDriver(Driver):
 
 
 def _read(path: str) -> str:
-    """Return the content of a system file; empty if it does not exist."""
+    """Return the content of a system file, or an empty string if it does not exist."""
     file = Path(path)
     return file.read_text() if file.is_file() else ""
 

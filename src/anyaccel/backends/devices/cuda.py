@@ -1,4 +1,7 @@
-"""NVIDIA CUDA and AMD ROCm. torch calls both `cuda`; the build of torch decides which sheet applies."""
+"""NVIDIA CUDA and AMD ROCm.
+
+torch calls both `cuda`; the torch build determines which sheet applies.
+"""
 
 from __future__ import annotations
 

@@ -323,7 +323,7 @@ SHEET = Sheet(
 
 
 class HpuDriver(Driver):
-    """Gaudi driver: a process uses one device, and `synchronize` takes no index."""
+    """Gaudi driver: a process uses one device, and `synchronize` accepts no index."""
 
     def synchronize(self, index: int) -> None:
         self.module().synchronize()

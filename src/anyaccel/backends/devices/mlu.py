@@ -1,4 +1,4 @@
-"""Cambricon MLU through `torch_mlu`."""
+"""Cambricon MLU (`mlu`), through `torch_mlu`."""
 
 from __future__ import annotations
 

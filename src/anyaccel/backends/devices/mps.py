@@ -390,7 +390,7 @@ SHEET = Sheet(
 
 
 class MpsDriver(Driver):
-    """MPS driver: one device; `torch.mps` has its own names for memory functions."""
+    """MPS driver: a single device; the memory functions in `torch.mps` have different names."""
 
     def synchronize(self, index: int) -> None:
         self.module().synchronize()

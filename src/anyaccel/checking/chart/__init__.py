@@ -1,1 +1,1 @@
-"""Chart of all tiny pipelines on all virtual devices, as data, Markdown and an interactive page."""
+"""Chart of all tiny pipelines on all virtual devices, as JSON, Markdown and an interactive page."""

@@ -1,4 +1,4 @@
-"""SVG badge for a README with the result of a check: `mps | works (virtual)`."""
+"""SVG badge that shows the result of a check in a README: `mps | works (virtual)`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NARROW, _WIDE = frozenset("fijlrtI.,:;'|!()[]{} /"), frozenset("mwMW@%")
 
 
 def make_badge(label: str, value: str, state: State | None = None) -> str:
-    """Return an SVG with the value in the color of `state`: `make_badge("mps", "works (virtual)", "works")`."""
+    """Return an SVG badge with the value in the color for `state`: `make_badge("mps", "works (virtual)", "works")`."""
     label, value = _clean(label), _clean(value)
     left, right = (_text_width(text) + 2 * _PADDING for text in (label, value))
     title = html.escape(f"{label}: {value}")
@@ -43,7 +43,7 @@ def make_badge(label: str, value: str, state: State | None = None) -> str:
 
 
 def _text(text: str, start: int, width: int) -> str:
-    """Return a text element that fills its half of the badge."""
+    """Return an SVG text element, stretched to fit its section of the badge."""
     # `textLength` makes the text fit, because the width is estimated and the fonts of the reader are unknown.
     attributes = f'x="{start + _PADDING}" y="14" textLength="{width - 2 * _PADDING}" lengthAdjust="spacingAndGlyphs"'
     return f"<text {attributes}>{html.escape(text)}</text>"
@@ -66,5 +66,5 @@ def _character_width(character: str) -> float:
 
 
 def _clean(text: str) -> str:
-    """Replace characters that XML does not allow."""
+    """Replace characters that XML does not allow with spaces."""
     return "".join(character if character.isprintable() else " " for character in text).strip()

@@ -34,7 +34,7 @@ class CodeLine:
 
 @dataclass(frozen=True)
 class LimitFinding:
-    """Line of code that hits a limit: how often, and the first step (None: outside the denoising loop)."""
+    """Line of code that hits a limit, with the hit count and the first denoising step (None: outside the loop)."""
 
     limit: str
     effect: str
@@ -61,7 +61,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class ChartCell:
-    """One pipeline on one device, in both modes."""
+    """Results for one pipeline on one device, in both modes."""
 
     device: str
     plain: Attempt
@@ -70,7 +70,7 @@ class ChartCell:
 
 @dataclass(frozen=True)
 class ChartRow:
-    """One pipeline on all devices."""
+    """Results for one pipeline on all devices."""
 
     recipe: str
     pipeline: str
@@ -78,13 +78,13 @@ class ChartRow:
     cells: tuple[ChartCell, ...]
 
     def cell(self, device: str) -> ChartCell:
-        """Return the cell of one device."""
+        """Return the cell for one device."""
         return next(cell for cell in self.cells if cell.device == device)
 
 
 @dataclass(frozen=True)
 class Chart:
-    """All rows, and the versions and machine that they were computed with."""
+    """Chart rows, with the date, versions and machine that they were computed with."""
 
     devices: tuple[str, ...]
     rows: tuple[ChartRow, ...]
@@ -116,7 +116,7 @@ def make_chart(
 ) -> Generator[ChartRow, None, None]:
     """Run every recipe on every virtual device in both modes, and yield each row when it is complete.
 
-    Closing the generator ends the processes, as does an error in it.
+    Closing the generator, or an error in it, ends the worker processes.
     """
     _import_pipelines(recipes)
     groups = list(_group(recipes))
@@ -131,7 +131,7 @@ def make_chart(
 
 
 def _import_pipelines(recipes: Sequence[Recipe]) -> None:
-    """Import the pipelines once, before the forks inherit them."""
+    """Import the pipelines once in the parent process, so forked processes inherit them."""
     diffusers = importlib.import_module("diffusers")
     importlib.import_module("anyaccel.runtime.pipeline")
     for recipe in recipes:
@@ -139,7 +139,7 @@ def _import_pipelines(recipes: Sequence[Recipe]) -> None:
 
 
 def _group(recipes: Sequence[Recipe]) -> Iterator[list[Recipe]]:
-    """Yield groups of recipes of the same family, largest first."""
+    """Yield groups of recipes from the same family, largest group first."""
     families: dict[str, list[Recipe]] = {}
     for recipe in recipes:
         families.setdefault(recipe.family, []).append(recipe)
@@ -166,7 +166,7 @@ def _run_group(recipes: Sequence[Recipe], devices: Sequence[str]) -> list[ChartR
 
 
 def _run_guarded(device: str, recipes: Sequence[Recipe], expected: dict[str, Any]) -> list[ChartCell]:
-    """Return the cells of recipes that share a process. If the process dies, run each recipe in its own."""
+    """Return the cells for recipes that share a process. If it dies, run each recipe in a process of its own."""
     try:
         reports = run_on_device(device, recipes, expected, (_PLAIN, _PLACED))
     except CancelledError:  # the chart was interrupted
@@ -193,7 +193,7 @@ def _make_attempt(report: DeviceReport) -> Attempt:
 
 
 def _merge_lines(violations: Sequence[Violation]) -> Iterator[LimitFinding]:
-    """Yield one finding per line of code and limit, with the counts of all its operations."""
+    """Yield one finding per line of code and limit, with the total count over all operations."""
     by_line: dict[tuple[str, str, CodeLine], list[Violation]] = {}
     for violation in violations:
         site = CodeLine(_package_path(violation.file), violation.line, violation.code)
@@ -203,6 +203,6 @@ def _merge_lines(violations: Sequence[Violation]) -> Iterator[LimitFinding]:
 
 
 def _package_path(file: str) -> str:
-    """Return the path of a file of this package without its install location: `anyaccel/recipes/recipe.py`."""
+    """Return a package file's path without the install location: `anyaccel/recipes/recipe.py`."""
     path = Path(file)
     return path.relative_to(_PACKAGES).as_posix() if path.is_absolute() and path.is_relative_to(_PACKAGES) else file

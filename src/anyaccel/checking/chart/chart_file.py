@@ -38,7 +38,7 @@ def as_document(chart: Chart, verifications: Iterable[Verification] = ()) -> dic
 
 
 def write_chart(chart: Chart, path: Path) -> None:
-    """Write a chart atomically: a concurrent reader gets the old or the new one."""
+    """Write a chart atomically: a concurrent reader sees either the old or the new file."""
     atomic_write(path, json.dumps(as_document(chart), separators=(",", ":")) + "\n")
 
 
@@ -67,7 +67,7 @@ def _all_findings(chart: Chart) -> Iterable[LimitFinding]:
 
 
 def _describe_device(name: str, chart: Chart) -> dict[str, Any]:
-    """Return the title and counts of a device, and those of its limits that some pipeline hits."""
+    """Return a device's title, its pipeline counts, and the limits that at least one pipeline hits."""
     device = sheet(name)
     limits = device.limits(Limit)
     effects = {

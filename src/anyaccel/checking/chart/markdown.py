@@ -16,7 +16,7 @@ _MARKS = {"works": "✓", "waits": "◷", "wrong": "≠", "stops": "✗"}
 
 
 def write_markdown(chart: Chart, verifications: tuple[Verification, ...] = (), page: str = "") -> str:
-    """Return the page; `page` is the URL of the interactive page, if there is one."""
+    """Return the chart as Markdown; `page` is the URL of the interactive page, if there is one."""
     lines = [*_format_introduction(chart, page), *_format_counts(chart), *_format_hardware(chart, verifications)]
     # `groupby` joins only adjacent rows, so the rows are sorted first.
     for family, members in groupby(sorted(chart.rows, key=lambda row: row.family), key=lambda row: row.family):

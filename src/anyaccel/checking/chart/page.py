@@ -17,12 +17,12 @@ _PLACEHOLDERS = re.compile(r"\{\{(title|style|script|data)\}\}")
 
 
 def write_page(document: Mapping[str, Any]) -> str:
-    """Return the page for a chart document (`chart_file.as_document`)."""
+    """Return the HTML page for a chart document (`chart_file.as_document`)."""
     return fill_page("chart.html", document, title="anyaccel chart: diffusers pipelines on accelerators")
 
 
 def fill_page(template: str, data: Mapping[str, Any], title: str) -> str:
-    """Fill a template with the shared style sheet, the shared script and its data."""
+    """Fill an HTML template with the title, the shared style sheet and script, and the data."""
     values = {
         "title": html.escape(title),
         "style": _read("page.css"),
@@ -38,7 +38,7 @@ def _read(name: str) -> str:
 
 
 def _as_json(data: Mapping[str, Any]) -> str:
-    """Return JSON that is safe inside a script element: ASCII, without `<` that could end it or start a comment."""
+    """Return JSON that is safe in a script element: ASCII, and no `<` that could close it or start a comment."""
     # `json.dumps` writes ASCII by default, which also escapes U+2028 and U+2029.
     text = json.dumps(_without_infinity(data), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,4 +1,4 @@
-"""Report as an HTML page for `anyaccel check --html`, with the style and script of the chart."""
+"""Report as an HTML page for `anyaccel check --html`, with the chart's style sheet and script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["write_report_page"]
 
 
 def write_report_page(report: Report, environment: Mapping[str, Any] | None = None) -> str:
-    """Return the page of a report; `environment` has the date and versions: `{"versions": {"torch": "2.13.0"}}`."""
+    """Return a report's HTML page; `environment` has the date and versions: `{"versions": {"torch": "2.13.0"}}`."""
     devices = {name: _as_dict(device) for name, device in report.devices.items()}
     return fill_page(
         "report.html",

@@ -1,4 +1,4 @@
-"""Options of `anyaccel generate`, checked before a model is loaded."""
+"""Options of `anyaccel generate`, validated before a model is loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STDOUT = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the command; None if an option is not set."""
+    """Options of the command; None means that an option is not set."""
 
     prompts: Sequence[str] = ()
     prompts_file: str | None = None
@@ -50,7 +50,7 @@ class Options:
     show: str = "auto"
 
     def read_call(self) -> dict[str, Any]:
-        """Return the arguments for the pipeline call, without unset ones."""
+        """Return the arguments for the pipeline call, without options that are not set."""
         width, height = (None, None) if self.size is None else parse_image_size(self.size)
         call = {
             "num_inference_steps": self.steps,
@@ -90,7 +90,7 @@ class Options:
             raise UsageError("-o - and --json both write to stdout", hint="write the image to a file: -o image.png")
 
     def read_destination(self, images: int) -> Destination | None:
-        """Return the destination of the images, or None for stdout; raise if it cannot be written."""
+        """Return the destination for the images, or None for stdout; raise if it cannot be written."""
         if self.output == STDOUT:
             if sys.stdout.isatty():
                 raise UsageError(
@@ -108,14 +108,14 @@ class Options:
         return read_destination(self.output, images=images, sheet=self.grid, force=self.force)
 
     def read_metadata(self) -> tuple[ImageMetadata, ...]:
-        """Return the metadata of the image of `--from`; one per image of a contact sheet, empty without `--from`."""
+        """Return the metadata in the `--from` image: one per image on a contact sheet, empty without `--from`."""
         from anyaccel.generation.image_format import read_metadata
 
         return () if self.source is None else read_metadata(self.source)
 
 
 def read_prompts_file(name: str) -> list[str]:
-    """Return the prompts of a file, one per line; `-` reads stdin. Blank lines and # comments are skipped."""
+    """Return the prompts in a file, one per line; `-` reads stdin. Blank lines and # comments are skipped."""
     try:
         content = sys.stdin.buffer.read() if name == STDOUT else Path(name).expanduser().read_bytes()
         text = content.decode("utf-8-sig")  # some Windows editors write a byte order mark

@@ -31,7 +31,10 @@ __all__ = ["GenerateRun"]
 
 
 class GenerateRun(ProgressListener):
-    """State of one run. Imports torch only after the options are checked, so usage errors appear immediately."""
+    """State of one run.
+
+    torch is imported only after the options are validated, so usage errors appear immediately.
+    """
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -48,7 +51,7 @@ class GenerateRun(ProgressListener):
         """Raised at the end of the run if another process wrote one of the requested files."""
 
     def run(self) -> None:
-        """Run the command and restore the terminal in all cases."""
+        """Run the command; restore the terminal even after an error."""
         try:
             with self.interruption.handling():
                 self._run()
@@ -75,7 +78,7 @@ class GenerateRun(ProgressListener):
         self.display.on_component(done, total, name)
 
     def on_step(self, done: int, total: int | None) -> None:
-        """Show the number of finished steps; stop here after Ctrl-C."""
+        """Show the number of finished steps; raise KeyboardInterrupt if the user pressed Ctrl-C."""
         self.display.on_step(done, total)
         self.interruption.check()
 
@@ -133,7 +136,7 @@ class GenerateRun(ProgressListener):
         return loaded
 
     def _print_placement(self, loaded: LoadedModel) -> None:
-        """Print model, device and dtype, followed by notes."""
+        """Print the model, the device and the dtype, followed by notes."""
         plan, dtype = loaded.pipe.plan, loaded.pipe.plan.dtype.value
         virtual = " (virtual device; timings do not apply to hardware)" if plan.virtual else ""
         self.display.print_line(f"{loaded.model.name} on {plan.device} in {dtype}{virtual}")
@@ -178,7 +181,7 @@ class GenerateRun(ProgressListener):
                 _print_result(f"{path}  seed {seed}")
 
     def _write(self, generated: GeneratedImage, index: int) -> Path | None:
-        """Write an image and return its path; None for stdout."""
+        """Write an image and return its path, or None for stdout."""
         from anyaccel.generation.image_format import encode_image
 
         metadata = generated.metadata
@@ -208,7 +211,7 @@ class GenerateRun(ProgressListener):
             _print_result(f"{self.sheet_path}  {len(metadata)} images")
 
     def _save(self, destination: Destination, path: Path, content: bytes) -> Path:
-        """Write a file and return its path. If it exists by now, use a free name and report the conflict at the end."""
+        """Write a file and return its path; if the name is taken by now, use a free one and record the conflict."""
         from anyaccel.generation.output_files import write_unique
 
         try:
@@ -229,7 +232,7 @@ class GenerateRun(ProgressListener):
 
 
 def _print_result(line: str) -> None:
-    """Print a line to stdout; continue if the reading process has exited."""
+    """Print a line to stdout; ignore the error if the reader has closed the pipe."""
     try:
         print(line, flush=True)
     except BrokenPipeError:

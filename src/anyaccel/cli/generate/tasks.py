@@ -1,4 +1,4 @@
-"""Generation requests of `anyaccel generate`: one for all prompts, or one per regenerated image."""
+"""Generation requests for `anyaccel generate`: one for all prompts, or one per regenerated image."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GenerateTask:
 
 
 def make_tasks(options: Options, prompts: Sequence[str], originals: Sequence[ImageMetadata]) -> list[GenerateTask]:
-    """Return the tasks of a run. Options override the metadata of the original images."""
+    """Return the tasks for a run. Options override the metadata of the original images."""
     if originals:
         return [_regenerate(options, original) for original in originals]
     if not prompts and options.explain:
@@ -43,7 +43,7 @@ def make_tasks(options: Options, prompts: Sequence[str], originals: Sequence[Ima
 
 
 def _regenerate(options: Options, original: ImageMetadata) -> GenerateTask:
-    """Return the task that regenerates an image, on the same kind of device if it is available."""
+    """Return the task that regenerates an image, on the original kind of device if it is available."""
     recorded = original.arguments()
     kind = recorded["device"]
     overrides: dict[str, Any] = {"device": options.device or (kind if _is_usable(kind) else "auto")}
@@ -66,7 +66,7 @@ def _regenerate(options: Options, original: ImageMetadata) -> GenerateTask:
 
 
 def _is_usable(kind: str) -> bool:
-    """Whether this process can use a device of this kind."""
+    """Return whether this process can use a device of this kind."""
     try:
         spec = read_device(kind)
         device = find_device(spec)

@@ -1,1 +1,1 @@
-"""`anyaccel batch`: one image per row of a JSONL file, on all devices, resumable."""
+"""`anyaccel batch`: a resumable run on all devices that generates one image per row of a JSONL file."""

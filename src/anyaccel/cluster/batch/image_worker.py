@@ -1,4 +1,4 @@
-"""Worker of a batch: one model on one device, which generates the images of rows."""
+"""Batch worker: one model on one device, which generates images for rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_ERROR_CHARACTERS = 500
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """Options of a worker."""
+    """Options for a batch worker."""
 
     model: str | None = None
     """Hub id or folder; None is the embedded model."""
@@ -37,7 +37,7 @@ class WorkerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFacts:
-    """Properties of a worker that has loaded its model."""
+    """Properties of a batch worker, available once it has loaded its model."""
 
     pipeline: str
     parameters: tuple[str, ...]
@@ -52,7 +52,7 @@ class WorkerFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class RowImage:
-    """Image of a row, as the content of a PNG file."""
+    """Image generated for a row, encoded as PNG."""
 
     row: int
     content: bytes
@@ -63,17 +63,17 @@ class RowImage:
 
 @dataclass(frozen=True, kw_only=True)
 class RowFailed:
-    """Error of a row."""
+    """Error that occurred while generating the image for a row."""
 
     row: int
     error: str
 
 
 class ImageWorker:
-    """A loaded model on a device."""
+    """A model loaded on one device that generates images for rows."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        """Load the model."""
+        """Load the model and place it on the device."""
         from anyaccel.library_logging import use_process_local_tqdm_lock
         from anyaccel.processes.gc_control import gc_paused
 
@@ -110,7 +110,7 @@ class ImageWorker:
         )
 
     def generate(self, rows: Sequence[BatchRow]) -> list[RowImage | RowFailed]:
-        """Generate the images of rows of the same shape in one call, or one by one if that call fails."""
+        """Generate images for rows of the same shape in one pipeline call; if it fails, run the rows one by one."""
         try:
             return self._generate(rows)
         except Exception as error:  # noqa: BLE001 - any error belongs to the row; the other rows continue
@@ -146,9 +146,9 @@ def _device_name(settings: WorkerSettings) -> str:
 
 
 def _choose_rows_per_call(pipe: Any) -> int:
-    """Return the number of rows per call: 1 on a CPU, where larger batches are not faster.
+    """Return the number of rows per pipeline call: 1 on the CPU, where larger batches are not faster.
 
-    With one row per call every image is bit-identical to the image generated alone.
+    With one row per call, each image is bit-identical to one generated on its own.
     """
     from anyaccel.runtime.placement_state import find_placement
 

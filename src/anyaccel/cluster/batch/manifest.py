@@ -1,7 +1,7 @@
 """Output folder of a batch: `run.json`, the images, and `manifest.jsonl` with one line per finished row.
 
-An image is written atomically before its manifest line. If the process dies in between, the next start recognizes the
-image by its embedded metadata and writes the missing line.
+Each image is written atomically before its manifest line. If the process dies in between, the next run recognizes the
+image by its embedded metadata and adds the missing line.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class OutputFolder:
     """Output folder of a batch, locked for this process until it is closed."""
 
     def __init__(self, path: Path, run: Mapping[str, Any]) -> None:
-        """Open a folder that is new, empty, or from the same run; `run` is what the images depend on."""
+        """Open a new or empty folder, or resume a run that has the same `run` values.
+
+        `run` contains everything that determines the images, such as the input and the model.
+        """
         self.path = path
         # A folder of version 0.1 continues with its name, since the paths in its manifest contain it.
         continues_v0_1 = (path / _V0_1_IMAGES).is_dir() and not (path / _IMAGES).exists()
@@ -64,7 +67,7 @@ class OutputFolder:
         self._lock.close()
 
     def compact(self) -> None:
-        """Reduce the manifest to the last line of each row, if rows were retried."""
+        """Keep only the last manifest line for each row, if some rows were retried."""
         path = self.path / _MANIFEST
         # Only at the end: during a run, lines are appended, and a crash damages at most the last one.
         if path.read_bytes().count(b"\n") > len(self.entries):
@@ -83,7 +86,7 @@ class OutputFolder:
         return self._images / f"{row.number:06}-{make_stem(row.prompt)}-{row.seed}.png"
 
     def record_once(self, name: str, value: Any) -> Any:
-        """Store a value in `run.json` unless it has one; return the stored value."""
+        """Store a value in `run.json` unless `name` is already set; return the stored value."""
         if name not in self.run:
             self.run[name] = value
             self._write(self.path / _RUN, _as_line(self.run, indent=1))
@@ -107,11 +110,11 @@ class OutputFolder:
         self._add(row, {**self._path_and_digest(path, content), **facts})
 
     def add_failure(self, row: BatchRow, error: str, facts: Mapping[str, Any]) -> None:
-        """Write the manifest line of a failed row."""
+        """Write a manifest line for a failed row."""
         self._add(row, {"error": error, **facts})
 
     def _create(self) -> None:
-        """Create the folder; raise if the path has other content."""
+        """Create the output folder; raise if the path is a file or contains unrelated files."""
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"{self.path} is a file, not a folder", hint="pass another path to --out")
         if self.path.is_dir() and not (self.path / _RUN).exists():
@@ -152,13 +155,13 @@ class OutputFolder:
         self.run = stored
 
     def _is_unused(self) -> bool:
-        """Return whether no row has finished; then a run with other options, such as a corrected one, may use it."""
+        """Return whether no row has finished yet, so that a run with different options may reuse the folder."""
         manifest = self.path / _MANIFEST
         size = manifest.stat().st_size if manifest.exists() else 0
         return not size and not any(self._images.iterdir())
 
     def _read_manifest(self) -> dict[int, dict[str, Any]]:
-        """Return the last line of each row, after truncating an incomplete line that a crash left at the end."""
+        """Return the last manifest line for each row, after removing an incomplete line left by a crash."""
         path = self.path / _MANIFEST
         if not path.exists():
             return {}
@@ -178,7 +181,7 @@ class OutputFolder:
         return entries
 
     def _is_intact(self, row: BatchRow, entry: Mapping[str, Any]) -> bool:
-        """Return whether the image of a manifest line exists and is unchanged."""
+        """Return whether the image listed in a manifest line exists and is unchanged."""
         try:
             content = (self.path / entry["path"]).read_bytes()
         except (OSError, KeyError, TypeError, ValueError):
@@ -186,7 +189,10 @@ class OutputFolder:
         return hashlib.sha256(content).hexdigest() == entry.get("sha256") and entry.get("seed") == row.seed
 
     def _recover(self, row: BatchRow) -> bool:
-        """Write the manifest line of an image without one, if its metadata matches the row and the run."""
+        """Add the missing manifest line for an existing image, and return whether that was possible.
+
+        The image's metadata must match the row and the run.
+        """
         path = self.image_path(row)
         if not path.exists():
             return False
@@ -230,7 +236,7 @@ class OutputFolder:
 
 
 def _is_empty_image_folder(path: Path) -> bool:
-    """Return whether this is an empty image folder, which remains if a batch could not write `run.json`."""
+    """Return whether a path is an empty image folder, left by a batch that could not write `run.json`."""
     return path.name in (_IMAGES, _V0_1_IMAGES) and path.is_dir() and not any(path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""Worker pool of Ray actors: the same worker as in the local pool, on any machine with a free device."""
+"""Worker pool of Ray actors: runs the same workers as the local pool, on any machine with a free device."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["RayWorkerPool"]
 
 
 class _Actor:
-    """Ray actor with one worker.
+    """Ray actor that holds one batch worker.
 
-    `load` is separate from the constructor and returns errors: an exception in the constructor of an actor looks like
-    the death of the actor.
+    The model is loaded by `load`, which returns errors, because Ray reports an exception in a constructor as the death
+    of the actor.
     """
 
     def __init__(self, settings: WorkerSettings, counted_by_ray: bool) -> None:
@@ -58,7 +58,7 @@ class _RayWorker:
 
 
 class RayWorkerPool:
-    """Pool of actors on the joined cluster; `options` are Ray's actor options for each worker."""
+    """Pool of Ray actors in the connected cluster; `options` are the Ray actor options for each worker."""
 
     def __init__(self, options: Mapping[str, Any], counted_by_ray: bool) -> None:
         import ray
@@ -73,13 +73,13 @@ class RayWorkerPool:
         self._workers[worker] = _RayWorker(actor, deque([actor.load.remote()]))
 
     def submit(self, worker: int, rows: Sequence[BatchRow]) -> None:
-        """Call an actor, which runs its calls in order."""
+        """Submit rows to an actor, which processes its calls in order."""
         state = self._workers.get(worker)
         if state is not None:
             state.pending.append(state.actor.generate.remote(list(rows)))
 
     def wait(self, seconds: float) -> list[Event]:
-        """Wait for the oldest pending result of any actor."""
+        """Wait until any actor finishes its oldest pending call; return the events."""
         awaited = {state.pending[0]: worker for worker, state in self._workers.items() if state.pending}
         if not awaited:
             return []

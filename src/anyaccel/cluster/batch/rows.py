@@ -1,4 +1,4 @@
-"""Rows of a batch: every line of a JSONL file has a prompt and any argument of the pipeline's call."""
+"""Rows of a batch: each line of a JSONL file contains a prompt and optional arguments for the pipeline."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _EXAMPLE = 'a row looks like {"prompt": "a red apple", "seed": 7}'
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRow:
-    """One image to generate."""
+    """A line of the input file, which describes one image to generate."""
 
     number: int
     """Line number, starting at 1; blank lines count."""
@@ -41,15 +41,15 @@ class BatchRow:
 
     @functools.cached_property
     def shape(self) -> str:
-        """Key of the rows that can run in the same call."""
+        """Key shared by rows that can run in the same pipeline call."""
         return json.dumps(self.call, sort_keys=True)
 
 
 def read_rows(source: str) -> tuple[list[BatchRow], str]:
-    """Read the rows of a file (`-` is stdin) and return them with the SHA-256 of the file.
+    """Read rows from a file (`-` is stdin); return them with the SHA-256 digest of the file.
 
-    Raises an error that lists the first invalid lines. A row without a seed gets one that depends only on its line
-    number and prompt, so a resumed batch generates the same image.
+    Raises an error that lists the first invalid lines. A row without a seed is assigned one that depends only on its
+    line number and prompt, so a resumed batch generates the same image.
     """
     content, name = _read(source), "stdin" if source == "-" else source
     rows, problems = [], []

@@ -1,4 +1,4 @@
-"""Runner of a batch: distributes rows over workers until each has an image or an error, and replaces dead workers."""
+"""Batch runner: distributes rows among workers, retries failed rows and replaces dead workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MAX_FAILED_STARTS = 10
 
 @dataclass(eq=False)
 class _RowTask:
-    """A row with its attempts."""
+    """A row to run, with the number of its failed attempts."""
 
     row: BatchRow
     errors: int = 0
@@ -59,7 +59,7 @@ class _WorkerState:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSummary:
-    """Result of a batch."""
+    """Summary of a finished batch: row counts and duration."""
 
     rows: int
     done: int
@@ -70,7 +70,7 @@ class BatchSummary:
 
 
 class BatchRun:
-    """Runs the unfinished rows of an output folder on a worker pool."""
+    """Run of a batch: generates the unfinished rows of an output folder with a worker pool."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class BatchRun:
         self.started_at = self.working_since = time.monotonic()
 
     def run(self) -> BatchSummary:
-        """Run the unfinished rows; finished rows stay on disk however this ends."""
+        """Run the unfinished rows. If the run is interrupted, the finished rows remain on disk."""
         self.listener.on_start(self.finished, len(self.rows))
         try:
             if self.tasks:
@@ -186,7 +186,7 @@ class BatchRun:
         self.listener.on_row(self.finished, len(self.rows), f"{text}{failed}")
 
     def _on_start_failed(self, event: WorkerStartFailed) -> None:
-        """Continue without the worker if another one runs; otherwise raise its error."""
+        """Continue without the failed worker if another one is running; otherwise, raise its error."""
         worker = self.workers[event.worker]
         worker.abandoned = True
         if any(other.facts for other in self.workers.values()):
@@ -195,7 +195,7 @@ class BatchRun:
         raise event.error
 
     def _on_died(self, event: WorkerDied) -> None:
-        """Requeue the rows of a dead worker and start it again."""
+        """Requeue a dead worker's rows and restart the worker."""
         worker = self.workers[event.worker]
         if worker.abandoned:
             return
@@ -235,9 +235,10 @@ class BatchRun:
                 self.pool.submit(number, [task.row for task in tasks])
 
     def _take(self, number: int, limit: int) -> list[_RowTask]:
-        """Remove and return the next rows of the same shape for a worker.
+        """Remove the next rows of the same shape from the queue and return them for a worker.
 
-        A row that failed or was running when a worker died runs by itself, and on another worker if there is one.
+        A failed row is retried on another worker if there is one. A row that failed, or that was running when a worker
+        died, runs in its own pipeline call.
         """
         is_only_worker = sum(worker.facts is not None for worker in self.workers.values()) < 2
         first = next((task for task in self.tasks if is_only_worker or task.failed_on != number), None)

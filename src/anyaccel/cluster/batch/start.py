@@ -1,4 +1,4 @@
-"""Entry point of a batch: checks the input, finds workers here or on Ray, and runs the rows."""
+"""Entry point for a batch: checks the input, finds local or Ray workers, and runs the rows."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _create_local_pool(job: BatchJob) -> tuple[WorkerPool, Sequence[WorkerSettin
 
 
 def _create_ray_pool(job: BatchJob, address: str) -> tuple[WorkerPool, Sequence[WorkerSettings], DeviceSlots]:
-    """Create workers on the nodes of the cluster that have such devices; Ray assigns the device of each."""
+    """Create a pool of workers on the cluster nodes that have the requested device; Ray assigns the devices."""
     from anyaccel.backends.device import sheet
     from anyaccel.cluster.batch.ray_worker_pool import RayWorkerPool
     from anyaccel.cluster.ray_cluster import check_slots, count_slots, join, resources_for
@@ -96,7 +96,7 @@ def _create_ray_pool(job: BatchJob, address: str) -> tuple[WorkerPool, Sequence[
 
 
 def _device_index(slots: DeviceSlots, number: int) -> int | None:
-    """Return the index of a worker's virtual device; None for a real one, since Ray shows a worker only its own."""
+    """Return the index of a worker's virtual device, or None for a real device, which Ray assigns."""
     if slots.index is not None:
         return slots.index
     return number % slots.count if slots.virtual else None

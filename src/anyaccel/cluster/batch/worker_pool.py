@@ -1,4 +1,4 @@
-"""Worker pool of a batch: the interface that the runner uses, and the pool of local processes."""
+"""Worker pool interface for the batch runner, and its implementation with local processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXIT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class WorkerStarted:
-    """A worker has loaded its model."""
+    """Event sent when a worker has loaded its model."""
 
     worker: int
     facts: WorkerFacts
@@ -29,7 +29,7 @@ class WorkerStarted:
 
 @dataclass(frozen=True)
 class RowsFinished:
-    """A worker has finished the oldest rows in its queue."""
+    """Event sent when a worker has finished the oldest rows in its queue."""
 
     worker: int
     outcomes: list[RowImage | RowFailed]
@@ -37,7 +37,7 @@ class RowsFinished:
 
 @dataclass(frozen=True)
 class WorkerStartFailed:
-    """A worker could not load its model."""
+    """Event sent when a worker could not load its model."""
 
     worker: int
     error: AnyaccelError
@@ -45,7 +45,7 @@ class WorkerStartFailed:
 
 @dataclass(frozen=True)
 class WorkerDied:
-    """A worker died, and its queued rows are lost."""
+    """Event sent when a worker has died; the rows in its queue are lost."""
 
     worker: int
     reason: str
@@ -55,23 +55,23 @@ Event: TypeAlias = WorkerStarted | RowsFinished | WorkerStartFailed | WorkerDied
 
 
 class WorkerPool(Protocol):
-    """Numbered workers, each with a queue of rows."""
+    """Interface for a pool of numbered workers, each with a queue of rows."""
 
     def start(self, worker: int, settings: WorkerSettings) -> None:
-        """Start a worker, or replace one that died; it loads its model in the background."""
+        """Start a worker, or restart one that died; its model loads in the background."""
 
     def submit(self, worker: int, rows: Sequence[BatchRow]) -> None:
-        """Queue rows of the same shape on a worker."""
+        """Add rows of the same shape to a worker's queue."""
 
     def wait(self, seconds: float) -> list[Event]:
-        """Return the next events, or an empty list after this time."""
+        """Return the next events, or an empty list if none arrives within `seconds` seconds."""
 
     def stop(self) -> None:
         """Kill all workers."""
 
 
 class LocalWorkerPool:
-    """Pool with one process per worker, each connected by a pipe."""
+    """Pool with one local process per worker, each connected through a pipe."""
 
     def __init__(self) -> None:
         self._workers: dict[int, PipeWorker] = {}
@@ -85,11 +85,11 @@ class LocalWorkerPool:
         self._workers[worker] = process
 
     def submit(self, worker: int, rows: Sequence[BatchRow]) -> None:
-        """Send rows to a process; if it has died, `wait` reports that."""
+        """Send rows to a worker process; if the process has died, `wait` reports it."""
         self._workers[worker].send(list(rows))
 
     def wait(self, seconds: float) -> list[Event]:
-        """Read one message per process; messages sent before a death come before `WorkerDied`."""
+        """Read one message per process; messages sent before a process died precede its `WorkerDied` event."""
         ready = wait_for_messages(self._workers.values(), seconds)
         return [self._read(worker, process) for worker, process in list(self._workers.items()) if process in ready]
 
@@ -123,7 +123,7 @@ def _format_exit(code: int | None) -> str:
 
 
 def run_worker(pipe: ParentPipe, settings: WorkerSettings) -> None:
-    """Run the main function of a worker process."""
+    """Load the model and process rows received through the pipe. Entry point of a worker process."""
     with quiet_libraries():
         _serve(pipe, settings)
 

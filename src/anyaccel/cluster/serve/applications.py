@@ -1,4 +1,4 @@
-"""Applications on Ray Serve: one per device group, with one replica per device."""
+"""Ray Serve applications: one per device group, with one replica per device."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _ROUTER = "anyaccel.cluster.serve.router:ShapeRouter"
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceGroup:
-    """Devices of one kind in the cluster and their replicas."""
+    """Devices of the same kind in the cluster, and the options for their replicas."""
 
     device: str
     """Device argument of a replica: `auto`, `hpu`, `virtual:hpu`."""
@@ -83,7 +83,7 @@ def read_replicas(text: str | None) -> int | str | None:
 
 
 def find_device_groups(devices: Sequence[str], replicas: int | str | None, max_batch: int) -> tuple[DeviceGroup, ...]:
-    """Return the requested device groups; raise if the cluster does not have them."""
+    """Return the requested device groups; raise if the cluster does not have enough devices."""
     if list(devices) == ["auto"]:
         spec = read_device(AUTO)
         devices = [str(spec)] if spec.name != AUTO else _list_cluster_devices()
@@ -93,7 +93,7 @@ def find_device_groups(devices: Sequence[str], replicas: int | str | None, max_b
 
 
 def _list_cluster_devices() -> list[str]:
-    """Return the devices for `auto`: all that the cluster has, or the CPU if there are none."""
+    """Return the device names for `auto`: all accelerators in the cluster, or the CPU if it has none."""
     resources = import_ray().cluster_resources()
     sheets = [sheet for backend in load_registry().backends.values() for sheet in backend.sheets]
     devices: dict[str, str] = {}
@@ -136,16 +136,16 @@ class Application:
     handle: Any = None
 
     def request_facts(self, timeout_s: float) -> tuple[ModelFacts, ...] | LoadFailed:
-        """Return the models of one of its replicas, which are all the same."""
+        """Request the model properties from one replica; all replicas of an application serve the same models."""
         facts: tuple[ModelFacts, ...] | LoadFailed = self.handle.facts.remote().result(timeout_s=timeout_s)
         return facts
 
 
 class Applications:
-    """The applications of one service.
+    """Ray Serve applications of one service.
 
-    Their names contain a digest of the host name and data folder, so a restarted service finds the applications that it
-    left when it was killed.
+    Their names contain a digest of the host name and data folder, so a restarted service can find the applications left
+    behind when the previous process was killed.
     """
 
     def __init__(self, settings: ServerSettings, groups: Sequence[DeviceGroup]) -> None:
@@ -206,7 +206,7 @@ class Applications:
         return {name: _read_state(statuses.get(name), app.group) for name, app in self.all.items()}
 
     def delete(self) -> None:
-        """Delete the applications of this service, including those of an earlier process."""
+        """Delete the service's applications, including those left by an earlier process."""
         serve = import_serve()
         for name in list(serve.status().applications):
             if name.startswith(self._prefix):
@@ -227,7 +227,10 @@ def _read_state(status: Any, group: DeviceGroup) -> DeploymentState:
 
 
 def _make_replica_settings(settings: ServerSettings) -> ServerSettings:
-    """Return the settings for replicas: without API keys, and with absolute paths, as they have another folder."""
+    """Return the settings for replicas: without API keys, and with absolute paths.
+
+    Replicas run in a different working directory.
+    """
     return replace(
         settings,
         keys=(),

@@ -1,4 +1,4 @@
-"""Facts of a pool of different devices: the parameters that all of them accept, and their total memory."""
+"""Merged properties of a model on different devices, and the combined heartbeats of all replicas."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["add_heartbeats", "merge_facts"]
 
 
 def merge_facts(groups: Sequence[Sequence[ModelFacts]], capacity: int) -> tuple[ModelFacts, ...]:
-    """Merge the facts of each model over all device groups.
+    """Merge the properties that the device groups report for each model.
 
-    A request is checked against what every device accepts, since any of them may run it.
+    The merged properties allow only requests that every device accepts, because any device may run them.
     """
     # All groups serve the same models in the same order.
     return tuple(_merge(list(facts), capacity) for facts in zip(*groups, strict=True))
@@ -49,9 +49,9 @@ def _merge(all_facts: Sequence[ModelFacts], capacity: int) -> ModelFacts:
 
 
 def add_heartbeats(new: Heartbeat, latest: Iterable[Heartbeat]) -> Heartbeat:
-    """Return the sum of the latest heartbeats of all replicas.
+    """Return a heartbeat that combines the latest heartbeats of all replicas.
 
-    The batch counts are those of the new heartbeat only: they count events since the previous one.
+    The batch counts come only from `new`, because they count the batches since the replica's previous heartbeat.
     """
     heartbeats = list(latest)
     # Devices without a memory counter report None.

@@ -1,4 +1,4 @@
-"""Replica: a worker with the models of the service on one device, in a process that Ray Serve supervises."""
+"""Replica: a worker that serves all models on one device, in a process supervised by Ray Serve."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FAILURE_VISIBLE_S = 20.0
 
 
 class Replica:
-    """Ray Serve deployment: one request generates one image and returns a stream of its messages."""
+    """Ray Serve deployment: each request generates one image and returns a stream of messages."""
 
     def __init__(self, settings: ServerSettings, counted_by_ray: bool) -> None:
         use_one_malloc_arena()
@@ -57,13 +57,13 @@ class Replica:
         threading.Thread(target=self.worker.beat, daemon=True).start()
 
     def facts(self) -> tuple[ModelFacts, ...] | LoadFailed:
-        """Return the models with their plans on this device, or the error of loading them."""
+        """Return the properties of the loaded models, or the error that occurred while loading them."""
         return self.load_error or self.models
 
     async def generate(self, message: RunJob) -> AsyncIterator[list[Any]]:
-        """Generate the image of a job with a single image, and yield its messages in groups.
+        """Run a job that consists of a single image, and yield lists of messages about it.
 
-        If the caller disconnects or cancels, the image stops at its next step.
+        If the caller disconnects or cancels the request, generation stops at the next step.
         """
         if self.load_error is not None:
             yield [self.load_error]
@@ -84,7 +84,7 @@ class Replica:
             del self.mailboxes[message.job]
 
     def check_health(self) -> None:
-        """Raise if Serve should replace this replica. Called periodically by Serve."""
+        """Raise if Ray Serve should replace this replica. Called periodically by Ray Serve."""
         limit = self.settings.limits.hang_s
         if self.load_error is not None and time.monotonic() - self.created_at > _FAILURE_VISIBLE_S:
             raise RuntimeError(self.load_error.message)
@@ -107,7 +107,7 @@ class Replica:
 
 
 class _Mailbox:
-    """Messages of one image, passed from the worker's threads to the coroutine that streams them."""
+    """Messages about one image, passed from the worker's threads to the coroutine that streams them."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()

@@ -1,8 +1,8 @@
 """Load of the replicas, and the choice of a replica for an image.
 
-Only images of the same shape run in one batch; two shapes on one device take turns. The score therefore prefers a
-replica without images of other shapes, then the least busy one. An idle device comes first, and once two shapes run on
-two replicas, new images go to the replica that already runs their shape.
+Only images of the same shape can share a batch; different shapes on one device take turns. The score therefore prefers
+replicas that run no images of other shapes, and among those the least busy one. An idle device comes first. Once two
+shapes run on two replicas, a new image goes to the replica that already runs its shape.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOST_S = 30.0
 
 
 def find_shape(spec: Mapping[str, Any]) -> Shape:
-    """Return the values that images of one batch must share."""
+    """Return the values that all images in a batch must share."""
     return tuple(spec.get(name) for name in ("model", "width", "height", "lora", "lora_scale"))
 
 
@@ -33,7 +33,10 @@ class _Assignment:
 
 
 class ReplicaLoad:
-    """The images that run on each replica. Complete, because only this process sends images to the replicas."""
+    """Images that are running on each replica.
+
+    The list is complete, because only this process sends images to the replicas.
+    """
 
     def __init__(self) -> None:
         # Serve calls the routers on its own event loop, the pool uses one thread per image.
@@ -48,7 +51,7 @@ class ReplicaLoad:
             self._routers[app] = router
 
     def list_replicas(self, app: str) -> list[str]:
-        """Return the ids of the replicas of an application that can run images now."""
+        """Return the ids of an application's available replicas."""
         router = self._routers.get(app)
         replicas = [] if router is None else [replica.unique_id for replica in list(router.curr_replicas)]
         return [replica for replica in replicas if not self.is_lost(replica)]
@@ -59,7 +62,7 @@ class ReplicaLoad:
             self._assignments[task] = _Assignment(app, replica, shape)
 
     def release(self, task: str) -> str | None:
-        """Record that an image has ended or was lost; return the id of its replica."""
+        """Record that an image is no longer running; return the id of the replica that ran it."""
         with self._lock:
             assignment = self._assignments.pop(task, None)
         return None if assignment is None else assignment.replica
@@ -71,30 +74,34 @@ class ReplicaLoad:
         return None if assignment is None else assignment.replica
 
     def mark_lost(self, replica: str) -> bool:
-        """Exclude a replica that died before Serve has noticed; return False if it was already marked."""
+        """Exclude a replica that died before Ray Serve noticed; return False if it was already marked."""
         with self._lock:
             is_new = replica not in self._lost
             self._lost[replica] = time.monotonic()
             return is_new
 
     def is_lost(self, replica: str) -> bool:
-        """Return whether a replica is excluded.
+        """Return whether a replica is excluded because it was recently marked as lost.
 
-        A replica that Serve still lists after a while was only unreachable, and is used again.
+        The exclusion is temporary: a replica that Ray Serve still lists afterwards was only unreachable and is used
+        again.
         """
         with self._lock:
             return time.monotonic() - self._lost.get(replica, -_LOST_S) < _LOST_S
 
     def score(self, replica: str, shape: Shape, limit: int) -> tuple[bool, int, float]:
-        """Return a sort key of a replica for an image, lower is better: full, images of other shapes, utilization."""
+        """Return a key for sorting replicas by their suitability for an image; lower is better.
+
+        The key consists of whether the replica is full, the number of images of other shapes, and the utilization.
+        """
         with self._lock:
             shapes = [item.shape for item in self._assignments.values() if item.replica == replica]
         return len(shapes) >= limit, sum(other != shape for other in shapes), len(shapes) / limit
 
     def choose_app(self, apps: Mapping[str, int], shape: Shape) -> str | None:
-        """Return the application with the best replica for an image, or None if there is no replica.
+        """Return the application that has the best replica for an image, or None if no replica is available.
 
-        `apps` has the number of concurrent images per replica of each application.
+        `apps` maps each application to the maximum number of concurrent images per replica.
         """
         scores = [
             (self.score(replica, shape, limit), position, app)

@@ -1,6 +1,6 @@
-"""Pool of replicas that replaces the worker process of a service: each image is one request to Ray Serve.
+"""Pool of replicas that replaces the service's worker process: each image is one request to Ray Serve.
 
-If a replica dies, its images run again on another replica, without any effect on their jobs.
+If a replica dies, its images are generated again on another replica, and their jobs continue.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _PoolJob:
 
 
 class ReplicaPool:
-    """`WorkerTransport` for the replicas on the joined cluster."""
+    """`WorkerTransport` that runs jobs on the replicas in the connected cluster."""
 
     self_healing = True
 
@@ -111,7 +111,7 @@ class ReplicaPool:
             threading.Thread(target=self._run, args=(task,), name="task", daemon=True).start()
 
     def receive(self, timeout_s: float) -> Any:
-        """Return the next message of any replica, or None after `timeout_s` seconds."""
+        """Return the next message from any replica, or None if none arrives within `timeout_s` seconds."""
         try:
             message = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
@@ -121,12 +121,15 @@ class ReplicaPool:
         return message
 
     def has_capacity(self, busy: int, images: int) -> bool:
-        """Return whether the replicas have capacity; other jobs wait in the service, which shares it fairly."""
+        """Return whether the replicas have capacity for `images` more images.
+
+        Jobs that do not fit wait in the service's queue, which shares the capacity fairly.
+        """
         capacity = self._count_capacity()
         return capacity > 0 and (busy == 0 or busy + images <= capacity)
 
     def end(self) -> None:
-        """Stop all images and delete the applications from the cluster."""
+        """Cancel all images and delete the applications from the cluster."""
         with self._lock:
             if self._ended:
                 return
@@ -142,7 +145,7 @@ class ReplicaPool:
         self._inbox.put(EOFError)
 
     def describe_end(self) -> str:
-        """Return how it ended."""
+        """Return how the pool ended, for the log."""
         return f"with its cluster: {self._status}" if self._status else "with its cluster"
 
     # One image
@@ -171,7 +174,7 @@ class ReplicaPool:
             self._stop(job)
 
     def _generate(self, task: _ImageTask) -> JobFailed | None:
-        """Send an image to replicas until one has generated it; return None if it is finished or stopped."""
+        """Send an image to replicas until one generates it; return None on success or cancellation."""
         while not task.job.stopped:
             app = REPLICA_LOAD.choose_app(self._apps, task.shape)
             if app is None:
@@ -226,7 +229,7 @@ class ReplicaPool:
         return _ReplicaLost(message.message) if isinstance(message, LoadFailed) else None
 
     def _forward(self, task: _ImageTask, message: Any) -> None:
-        """Pass a message of a replica to the service, as a message of the original job."""
+        """Forward a message from a replica to the service under the original job's id."""
         if isinstance(message, Heartbeat):
             self._inbox.put(self._merge_heartbeat(REPLICA_LOAD.find_replica(task.run.job) or "", message))
             return
@@ -289,7 +292,7 @@ class ReplicaPool:
         return ModelsReady(merge_facts([self._facts[app] for app in self._apps], capacity))
 
     def _load_facts(self) -> bool:
-        """Request the facts of every application that has a replica; return whether all are loaded."""
+        """Request the model properties from each application that has a replica; return whether all have arrived."""
         states = self._applications.read_states()
         for name, app in self._applications.all.items():
             state = states[name]
@@ -322,7 +325,7 @@ def _make_load_failed(app: Application, state: DeploymentState) -> LoadFailed:
 
 @dataclass(frozen=True)
 class _ReplicaLost:
-    """A replica did not finish an image."""
+    """Outcome of an image that its replica did not finish."""
 
     reason: str
 
@@ -339,7 +342,7 @@ def _split(message: RunJob) -> _PoolJob:
 
 
 def _read(value: str | bytes) -> bytes:
-    """Return an input image, which is content or a path: replicas on other machines cannot read the file."""
+    """Return the content of an input image, reading it if `value` is a path that other machines cannot access."""
     if isinstance(value, bytes):
         return value
     with open(value, "rb") as file:

@@ -1,4 +1,4 @@
-"""Router for Ray Serve that chooses replicas by their load and the shape of the image."""
+"""Ray Serve router that chooses a replica by its load and the shape of the image."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["ShapeRouter"]
 
 
 class ShapeRouter(RequestRouter):
-    """Serve's router in the process that holds the deployment handle.
+    """Ray Serve request router, which runs in the process that holds the deployment handle.
 
-    It only ranks the replicas: Serve still asks the chosen one whether it accepts the request.
+    It only ranks the replicas: Ray Serve still asks the chosen replica whether it accepts the request.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Register this router, which has the list of running replicas."""
+        """Register this router with `REPLICA_LOAD`, which reads the list of running replicas from it."""
         replica_load.REPLICA_LOAD.add_router(self.app_name, self)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas in order of their score."""
+        """Return the candidate replicas ordered by score, best first."""
         running = [
             replica
             for replica in candidate_replicas

@@ -1,6 +1,6 @@
-"""Config files of well-known models, one folder per hub id, so that they can be explained offline.
+"""Config files for well-known models, one folder per hub id, so the models can be explained offline.
 
-The folders hold configs and no weights. The files were written by hand and compared with the published ones.
+The folders contain configs but no weights. The files were written by hand and compared with the published ones.
 `weights.json` has the sizes of the weight files on the hub and the revision that they belong to.
 """
 
@@ -20,7 +20,7 @@ def list_bundled_models() -> list[str]:
 
 
 def find_bundled_configs(model: str) -> Path | None:
-    """Return the folder with the config files of a hub id, or None if they are not bundled."""
+    """Return the folder with the config files for a hub id, or None if they are not bundled."""
     # Ids match without regard to case, as on the hub.
     by_lower_case = {name.lower(): name for name in list_bundled_models()}
     name = by_lower_case.get(model.lower())

@@ -1,1 +1,1 @@
-"""Recipes by pipeline family: each module lists its recipes in `RECIPES`."""
+"""Recipes by pipeline family; each module lists its recipes in `RECIPES`."""

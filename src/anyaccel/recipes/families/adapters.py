@@ -25,12 +25,12 @@ recipe = functools.partial(make_recipe, family="adapter")
 
 
 def t2i_adapter() -> Any:
-    """Return an adapter with one feature map per level of the UNet."""
+    """Return a T2I-Adapter with one feature map per UNet level."""
     return diffusers.T2IAdapter(channels=[8, 16], num_res_blocks=1, downscale_factor=2)
 
 
 def parts_with_controlnet_xs(base: Any, **more: Any) -> dict[str, Any]:
-    """Return the components of Stable Diffusion and a ControlNet-XS of half its width."""
+    """Return the components of Stable Diffusion and a ControlNet-XS that is half as wide as the UNet."""
     parts: dict[str, Any] = base.parts(unet=base.denoiser(layers_per_block=2, **ATTENTION_FIRST, **more))
     parts["controlnet"] = diffusers.ControlNetXSAdapter.from_unet(
         parts["unet"], size_ratio=0.5, conditioning_embedding_out_channels=(8, 16)
@@ -44,7 +44,7 @@ def parts_for_ip_adapter() -> dict[str, Any]:
 
 
 def add_ip_adapter(pipe: Any) -> None:
-    """Load an IP-Adapter with four tokens, as from a file; the weights are drawn later."""
+    """Load an IP-Adapter with four image tokens from a state dict; its weights are randomized later."""
     widths = {
         name: processor_width(pipe.unet, name) for name in pipe.unet.attn_processors if name.endswith("attn2.processor")
     }
@@ -68,7 +68,7 @@ def add_ip_adapter(pipe: Any) -> None:
 
 
 def processor_width(denoiser: Any, name: str) -> int:
-    """Return the hidden size of the attention layer that a processor belongs to."""
+    """Return the width of the attention layer that a processor belongs to."""
     return int(denoiser.get_submodule(name.removesuffix(".processor")).to_q.out_features)
 
 

@@ -42,7 +42,7 @@ def parts() -> dict[str, Any]:
 
 
 def parts_of_fibo() -> dict[str, Any]:
-    """Return the components of FIBO: each transformer block reads its own layer of the language model."""
+    """Return the components of FIBO, where each transformer block reads a different layer of the language model."""
     return {
         "transformer": diffusers.BriaFiboTransformer2DModel(
             in_channels=CHANNELS,

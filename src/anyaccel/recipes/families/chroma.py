@@ -20,7 +20,7 @@ recipe = functools.partial(make_recipe, family="chroma")
 
 
 def transformer() -> Any:
-    """Return the transformer of Chroma."""
+    """Return the Chroma transformer."""
     model = diffusers.ChromaTransformer2DModel(
         in_channels=16,
         num_layers=1,
@@ -39,7 +39,7 @@ def transformer() -> Any:
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of Chroma: FLUX with only T5, and modulations from a small network."""
+    """Return the components of Chroma: FLUX with only T5 as the text encoder, and modulations from a small network."""
     return {
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
         "vae": autoencoder_kl(

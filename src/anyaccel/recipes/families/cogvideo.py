@@ -1,4 +1,4 @@
-"""CogVideoX: text to video, image to video, video to video, control."""
+"""CogVideoX: text to video, image to video, video to video, control video."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ recipe = functools.partial(make_recipe, family="cogvideo")
 
 
 def autoencoder_cogvideo() -> Any:
-    """Return the autoencoder of CogVideoX; the pipelines assume 8x spatial and 4x temporal compression."""
+    """Return the CogVideoX autoencoder; the pipelines assume 8x spatial and 4x temporal compression."""
     return diffusers.AutoencoderKLCogVideoX(
         down_block_types=("CogVideoXDownBlock3D",) * 4,
         up_block_types=("CogVideoXUpBlock3D",) * 4,
@@ -35,7 +35,7 @@ def autoencoder_cogvideo() -> Any:
 
 
 def transformer(*, in_channels: int = CHANNELS, rotary: bool = False) -> Any:
-    """Return the transformer: the small model adds position embeddings, the large one uses rotary embeddings."""
+    """Return the transformer; `rotary` selects the rotary embeddings of the large model."""
     return diffusers.CogVideoXTransformer3DModel(
         num_attention_heads=2,
         attention_head_dim=16,
@@ -79,7 +79,7 @@ def call(**more: Any) -> dict[str, Any]:
 
 
 def call_on_clip(**more: Any) -> dict[str, Any]:
-    """Return call arguments that take the number of frames from an input video."""
+    """Return call arguments without a frame count, for pipelines that read it from an input video."""
     arguments = call(**more)
     del arguments["num_frames"]
     return arguments

@@ -50,7 +50,7 @@ def parts() -> dict[str, Any]:
 
 
 def parts_of_version_4(*, in_channels: int = 4) -> dict[str, Any]:
-    """Return the components of CogView 4; with a control image the transformer has twice the input channels."""
+    """Return the components of CogView 4; with a control image, the transformer has twice as many input channels."""
     shape = transformer_shape(in_channels=in_channels, rope_axes_dim=(8, 8))
     return {
         "tokenizer": glm_tokenizer(),

@@ -18,21 +18,21 @@ recipe = functools.partial(make_recipe, family="controlnet")
 
 
 def controlnet() -> Any:
-    """Return a ControlNet with the shape of the UNet, but not its weights."""
+    """Return a ControlNet with the architecture of the UNet, but not its weights."""
     return diffusers.ControlNetModel.from_unet(
         stable_diffusion.denoiser(), conditioning_embedding_out_channels=(8, 16), load_weights_from_unet=False
     )
 
 
 def controlnet_xl() -> Any:
-    """Return a ControlNet with the shape of the UNet of SDXL."""
+    """Return a ControlNet with the architecture of the SDXL UNet."""
     return diffusers.ControlNetModel.from_unet(
         stable_diffusion_xl.denoiser(), conditioning_embedding_out_channels=(8, 16), load_weights_from_unet=False
     )
 
 
 def controlnet_union() -> Any:
-    """Return a ControlNet for several types of condition image."""
+    """Return a ControlNet that supports several types of condition image."""
     shape = stable_diffusion_xl.denoiser().config
     names = (
         "block_out_channels",
@@ -73,12 +73,12 @@ def parts_union() -> dict[str, Any]:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments that start from noise."""
+    """Return call arguments for generation from noise."""
     return prompted(height=SIZE, width=SIZE) | more
 
 
 def call_halfway(**more: Any) -> dict[str, Any]:
-    """Return call arguments with a condition image that start from an image and run the last two of four steps."""
+    """Return call arguments for image to image with a condition image, which runs the last two of four steps."""
     return prompted(
         image=make_image(SIZE), control_image=make_image(SIZE, seed=2), strength=0.5, num_inference_steps=4, **more
     )

@@ -19,7 +19,7 @@ recipe = functools.partial(make_recipe, family="deep-floyd")
 
 
 def denoiser(**more: Any) -> Any:
-    """Return the UNet of IF, which predicts the noise and its variance."""
+    """Return the DeepFloyd IF UNet, which predicts the noise and its variance."""
     return diffusers.UNet2DConditionModel(
         **{
             "sample_size": SIZE,
@@ -45,7 +45,7 @@ def denoiser(**more: Any) -> Any:
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """Return the components of the first stage, without safety checker and watermarker."""
+    """Return the components of the first stage, without the safety checker and the watermarker."""
     return {
         "tokenizer": t5_tokenizer(),
         "text_encoder": t5_encoder(),
@@ -61,7 +61,7 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_second_stage() -> dict[str, Any]:
-    """Return the components of the second stage; the UNet also receives the small image and its noise level."""
+    """Return the components of the second stage; its UNet also receives the low-resolution image and a noise level."""
     return parts(
         unet=denoiser(in_channels=6, class_embed_type="timestep"),
         image_noising_scheduler=diffusers.DDPMScheduler(beta_schedule="squaredcos_cap_v2"),
@@ -69,12 +69,12 @@ def parts_of_second_stage() -> dict[str, Any]:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments; the prompt is not cleaned."""
+    """Return call arguments with caption cleaning disabled."""
     return prompted(clean_caption=False, **more)
 
 
 def call_halfway(**more: Any) -> dict[str, Any]:
-    """Return call arguments that start from an image and run the last two of four steps."""
+    """Return call arguments for image to image at strength 0.5, which runs the last two of four steps."""
     return call(strength=0.5, **more) | {"num_inference_steps": 4}
 
 

@@ -40,7 +40,7 @@ def transformer_shape(**more: Any) -> dict[str, Any]:
 
 
 def flow_scheduler() -> Any:
-    """Return the scheduler of FLUX; the shift depends on the image size."""
+    """Return the FLUX scheduler, with a shift that depends on the image size."""
     return diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
 
 
@@ -72,12 +72,12 @@ def call(**more: Any) -> dict[str, Any]:
 
 
 def call_halfway(**more: Any) -> dict[str, Any]:
-    """Return call arguments that start from an image and run the last two of four steps."""
+    """Return call arguments for image to image at strength 0.5, which runs the last two of four steps."""
     return call(image=make_image(SIZE), strength=0.5, num_inference_steps=4, **more)
 
 
 def parts_of_redux() -> dict[str, Any]:
-    """Return the components of Redux, which embeds an image like a prompt."""
+    """Return the components of Redux, which embeds an image as if it were a prompt."""
     encoder = importlib.import_module("diffusers.pipelines.flux.modeling_flux").ReduxImageEncoder(
         redux_dim=IMAGE_WIDTH, txt_in_features=TEXT_WIDTH
     )

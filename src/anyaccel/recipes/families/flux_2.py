@@ -23,7 +23,7 @@ recipe = functools.partial(make_recipe, family="flux-2")
 
 
 def autoencoder_flux_2() -> Any:
-    """Return the autoencoder of FLUX.2, which normalizes latents with a batch norm."""
+    """Return the FLUX.2 autoencoder, which normalizes latents with a batch norm."""
     return diffusers.AutoencoderKLFlux2(
         block_out_channels=(8, 16),
         down_block_types=("DownEncoderBlock2D",) * 2,
@@ -57,22 +57,22 @@ def parts(*, text_encoder: Any, guidance_embeds: bool, **more: Any) -> dict[str,
 
 
 def parts_of_klein(**more: Any) -> dict[str, Any]:
-    """Return the components of Klein: Qwen 3 as the text encoder, classifier-free guidance."""
+    """Return the components of Klein, with Qwen 3 as the text encoder and classifier-free guidance."""
     return parts(text_encoder=qwen_3(), guidance_embeds=False, **more)
 
 
 def shorten_text(pipe: Any) -> None:
-    """Replace the system message with a short one: each letter is a token in these tiny tokenizers."""
+    """Replace the system message with a short one, because the tiny tokenizers use one token per letter."""
     pipe.system_message = "Describe."
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments; the chat template makes the prompt long."""
+    """Return call arguments with a sequence length that fits the prompt and its chat template."""
     return prompted(height=SIZE, width=SIZE, max_sequence_length=64, text_encoder_out_layers=LAYERS) | more
 
 
 def call_without_guidance() -> dict[str, Any]:
-    """Return call arguments for the distilled model, which has no guidance."""
+    """Return call arguments for the distilled model, which does not use guidance."""
     arguments = call(image=make_image(64))  # the smallest size that it accepts
     del arguments["guidance_scale"]
     return arguments

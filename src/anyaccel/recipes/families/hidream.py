@@ -49,7 +49,7 @@ def parts() -> dict[str, Any]:
 
 
 def allow_small_sizes(pipe: Any) -> None:
-    """Allow small images: the pipeline scales sizes up to the area it was trained for."""
+    """Allow low-resolution images; by default, the pipeline scales sizes up to the area it was trained on."""
     pipe.default_sample_size = SIZE // 2
 
 

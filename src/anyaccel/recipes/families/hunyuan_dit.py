@@ -36,7 +36,7 @@ def transformer_shape(**more: Any) -> dict[str, Any]:
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """Return the components of Hunyuan-DiT with BERT and T5 as text encoders."""
+    """Return the components of Hunyuan-DiT, with BERT and T5 as text encoders."""
     return {
         "vae": autoencoder_kl(),
         "text_encoder": bert(),
@@ -52,13 +52,13 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def controlnet() -> Any:
-    """Return the ControlNet, which has half of the layers."""
+    """Return the ControlNet, which has half as many layers as the transformer."""
     shape = transformer_shape()
     return diffusers.HunyuanDiT2DControlNetModel(transformer_num_layers=2 * shape.pop("num_layers"), **shape)
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments without resolution binning, which is for large images."""
+    """Return call arguments without resolution binning, which assumes high-resolution images."""
     return prompted(height=SIZE, width=SIZE, use_resolution_binning=False) | more
 
 

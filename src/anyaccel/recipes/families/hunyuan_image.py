@@ -20,7 +20,7 @@ recipe = functools.partial(make_recipe, family="hunyuan-image")
 
 
 def byt5() -> dict[str, Any]:
-    """Return the byte-level T5 that encodes text to be rendered in the image."""
+    """Return the byte-level T5 and its tokenizer, which encode text to be rendered in the image."""
     tokenizer = transformers.ByT5Tokenizer()
     return {"text_encoder_2": t5_encoder(vocab_size=len(tokenizer)), "tokenizer_2": tokenizer}
 

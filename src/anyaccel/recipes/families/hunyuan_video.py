@@ -1,4 +1,4 @@
-"""HunyuanVideo: text to video, image to video with SkyReels and FramePack, version 1.5."""
+"""HunyuanVideo: text to video, image to video with SkyReels and FramePack, and version 1.5."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ recipe = functools.partial(make_recipe, family="hunyuan-video")
 
 
 def autoencoder_hunyuan() -> Any:
-    """Return the autoencoder of HunyuanVideo with 8x spatial and 4x temporal compression."""
+    """Return the HunyuanVideo autoencoder, with 8x spatial and 4x temporal compression."""
     return diffusers.AutoencoderKLHunyuanVideo(
         latent_channels=CHANNELS,
         down_block_types=("HunyuanVideoDownBlock3D",) * 4,
@@ -36,7 +36,7 @@ def autoencoder_hunyuan() -> Any:
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """Return transformer arguments with one layer of each kind."""
+    """Return transformer arguments with one layer of each type."""
     return {
         "in_channels": CHANNELS,
         "out_channels": CHANNELS,
@@ -54,7 +54,7 @@ def transformer_shape(**more: Any) -> dict[str, Any]:
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """Return the components of HunyuanVideo with Llama and CLIP as text encoders."""
+    """Return the components of HunyuanVideo, with Llama and CLIP as text encoders."""
     return {
         "text_encoder": llama(),
         "tokenizer": llama_tokenizer(),
@@ -67,7 +67,7 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_skyreels() -> dict[str, Any]:
-    """Return the components of the first SkyReels, which concatenates the latents of an image to its own."""
+    """Return the components of SkyReels V1, which concatenates image latents to the video latents."""
     shape = transformer_shape(in_channels=2 * CHANNELS)
     return parts(transformer=diffusers.HunyuanVideoTransformer3DModel(**shape))
 
@@ -112,7 +112,7 @@ def parts_of_version_1_5(*, task_type: str = "t2v") -> dict[str, Any]:
 
 
 def shorten_text(pipe: Any) -> None:
-    """Shorten the system message and the maximum prompt length of version 1.5: each letter is a token here."""
+    """Shorten the system message and prompt limits, because the tiny tokenizers use one token per letter."""
     pipe.system_message = "Describe."
     pipe.prompt_template_encode_start_idx = 20
     pipe.tokenizer_max_length = 80

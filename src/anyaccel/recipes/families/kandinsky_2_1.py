@@ -22,7 +22,7 @@ recipe = functools.partial(make_recipe, family="kandinsky-2-1")
 
 
 def text_encoder() -> Any:
-    """Return the multilingual CLIP of Kandinsky 2.1."""
+    """Return the multilingual CLIP text encoder of Kandinsky 2.1."""
     home = importlib.import_module("diffusers.pipelines.kandinsky.text_encoder")
     return home.MultilingualCLIP(
         home.MCLIPConfig(
@@ -39,7 +39,7 @@ def text_encoder() -> Any:
 
 
 def decoder(*, in_channels: int = 4) -> dict[str, Any]:
-    """Return the components that turn a text and an embedding into an image."""
+    """Return the components that convert a prompt and an image embedding to an image."""
     unet = denoiser(
         in_channels=in_channels,
         addition_embed_type="text_image",
@@ -52,12 +52,12 @@ def decoder(*, in_channels: int = 4) -> dict[str, Any]:
 
 
 def both(*, in_channels: int = 4) -> dict[str, Any]:
-    """Return the components of the prior and of the decoder."""
+    """Return the components of the prior and the decoder."""
     return decoder(in_channels=in_channels) | {f"prior_{name}": part for name, part in prior().items()}
 
 
 def call_decoder(**more: Any) -> dict[str, Any]:
-    """Return call arguments of the decoder, with embeddings instead of the prior's."""
+    """Return call arguments for the decoder, with random embeddings instead of the prior's output."""
     return (
         prompted(
             image_embeds=embedding(1, IMAGE_WIDTH),
@@ -70,7 +70,7 @@ def call_decoder(**more: Any) -> dict[str, Any]:
 
 
 def call_both(**more: Any) -> dict[str, Any]:
-    """Return call arguments of the combined pipeline."""
+    """Return call arguments for the combined pipeline."""
     return prompted(height=SIZE, width=SIZE, prior_num_inference_steps=2) | more
 
 

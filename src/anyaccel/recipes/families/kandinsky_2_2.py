@@ -1,4 +1,4 @@
-"""Kandinsky 2.2: prior, decoder, combined, image to image, inpainting, control by a hint."""
+"""Kandinsky 2.2: prior, decoder, combined, image to image, inpainting, ControlNet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ recipe = functools.partial(make_recipe, family="kandinsky-2-2")
 
 
 def denoiser(**more: Any) -> Any:
-    """Return the UNet of Kandinsky, conditioned on an image embedding."""
+    """Return the Kandinsky UNet, which is conditioned on an image embedding."""
     return diffusers.UNet2DConditionModel(
         **{
             "in_channels": 4,
@@ -44,7 +44,7 @@ def denoiser(**more: Any) -> Any:
 
 
 def decoder(**more: Any) -> dict[str, Any]:
-    """Return the components that turn an embedding into an image."""
+    """Return the components that convert an image embedding to an image."""
     return {
         "unet": denoiser(),
         "scheduler": diffusers.DDIMScheduler(
@@ -62,7 +62,7 @@ def decoder(**more: Any) -> dict[str, Any]:
 
 
 def prior() -> dict[str, Any]:
-    """Return the components that turn a text into an embedding."""
+    """Return the components that convert a prompt to an image embedding."""
     return {
         "prior": diffusers.PriorTransformer(
             num_attention_heads=2, attention_head_dim=12, num_layers=1, embedding_dim=IMAGE_WIDTH
@@ -78,17 +78,17 @@ def prior() -> dict[str, Any]:
 
 
 def both() -> dict[str, Any]:
-    """Return the components of the prior and of the decoder."""
+    """Return the components of the prior and the decoder."""
     return decoder() | {f"prior_{name}": part for name, part in prior().items()}
 
 
 def call_prior(**more: Any) -> dict[str, Any]:
-    """Return call arguments of the prior."""
+    """Return call arguments for the prior."""
     return prompted(**more)
 
 
 def call_decoder(**more: Any) -> dict[str, Any]:
-    """Return call arguments of the decoder, with embeddings instead of the prior's."""
+    """Return call arguments for the decoder, with random embeddings instead of the prior's output."""
     return (
         unprompted(
             image_embeds=embedding(1, IMAGE_WIDTH),
@@ -102,7 +102,7 @@ def call_decoder(**more: Any) -> dict[str, Any]:
 
 
 def call_both(**more: Any) -> dict[str, Any]:
-    """Return call arguments of the combined pipeline; its default for `callback_steps` is deprecated."""
+    """Return call arguments for the combined pipeline; they override a deprecated default of `callback_steps`."""
     return prompted(height=SIZE, width=SIZE, prior_num_inference_steps=2, callback_steps=None) | more
 
 

@@ -48,7 +48,7 @@ def parts(*, vae: Any, visual_cond: bool) -> dict[str, Any]:
 
 
 def allow_small_sizes(pipe: Any) -> None:
-    """Allow small images: the pipeline accepts only some large sizes."""
+    """Allow low-resolution images; by default, the pipeline accepts only a few high resolutions."""
     pipe.resolutions = [(SIZE, SIZE)]
 
 

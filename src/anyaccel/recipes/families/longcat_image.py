@@ -19,7 +19,7 @@ SIZE = 16
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of LongCat-Image; the processor is only used to rewrite prompts."""
+    """Return the components of LongCat-Image, without the processor, which is used only to rewrite prompts."""
     return {
         "scheduler": flow_scheduler(),
         "vae": autoencoder_kl(latent_channels=16, shift_factor=0.1159),

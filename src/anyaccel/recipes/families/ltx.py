@@ -1,4 +1,4 @@
-"""LTX-Video: text to video, image to video, conditions."""
+"""LTX-Video: text to video, image to video, conditions, latent upsampling."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ recipe = functools.partial(make_recipe, family="ltx")
 
 
 def autoencoder_ltx() -> Any:
-    """Return the autoencoder of LTX with two downsampling levels: 4x in width, height and frames."""
+    """Return the LTX autoencoder with two downsampling levels: 4x in width, height and frames."""
     return diffusers.AutoencoderKLLTXVideo(
         latent_channels=CHANNELS,
         block_out_channels=(8, 8, 8, 8),
@@ -62,14 +62,14 @@ def call(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_upsampler() -> dict[str, Any]:
-    """Return the components of the latent upsampler; its norms require 32 groups."""
+    """Return the components of the latent upsampler; its group norms require 32 groups."""
     home = importlib.import_module("diffusers.pipelines.ltx.modeling_latent_upsampler")
     network = home.LTXLatentUpsamplerModel(in_channels=CHANNELS, mid_channels=32, num_blocks_per_stage=1)
     return {"vae": autoencoder_ltx(), "latent_upsampler": network}
 
 
 def call_upsampler() -> dict[str, Any]:
-    """Return call arguments with a video; the upsampler does not denoise."""
+    """Return call arguments with an input video; the upsampler does not denoise."""
     arguments = unprompted(video=make_video(FRAMES, SIZE), height=SIZE, width=SIZE)
     del arguments["num_inference_steps"]
     return arguments

@@ -1,4 +1,4 @@
-"""LTX-2: video with audio, from text and from an image."""
+"""LTX-2: text to video and image to video, both with audio."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ recipe = functools.partial(make_recipe, family="ltx")
 
 
 def autoencoder_of_video() -> Any:
-    """Return the video autoencoder: patches of two pixels and one downsampling level."""
+    """Return the video autoencoder, with patches of two pixels and one downsampling level."""
     return diffusers.AutoencoderKLLTX2Video(
         latent_channels=CHANNELS,
         block_out_channels=(8,),
@@ -48,7 +48,7 @@ def autoencoder_of_video() -> Any:
 
 
 def autoencoder_of_sound() -> Any:
-    """Return the autoencoder of the spectrogram."""
+    """Return the audio autoencoder, which encodes spectrograms."""
     return diffusers.AutoencoderKLLTX2Audio(
         base_channels=4,
         ch_mult=(1, 1, 1),
@@ -60,7 +60,7 @@ def autoencoder_of_sound() -> Any:
 
 
 def connectors() -> Any:
-    """Return the connectors, which map language model layers to the video and the audio context."""
+    """Return the connectors, which map language model layers to the video and audio contexts."""
     home = importlib.import_module("diffusers.pipelines.ltx2.connectors")
     return home.LTX2TextConnectors(
         caption_channels=TEXT_WIDTH,
@@ -78,7 +78,7 @@ def connectors() -> Any:
 
 
 def transformer() -> Any:
-    """Return the transformer for video and audio, each with its own width."""
+    """Return the transformer for video and audio; each modality has its own width."""
     return diffusers.LTX2VideoTransformer3DModel(
         in_channels=CHANNELS,
         out_channels=CHANNELS,
@@ -99,7 +99,7 @@ def transformer() -> Any:
 
 
 def vocoder() -> Any:
-    """Return the vocoder, which turns a spectrogram into audio."""
+    """Return a vocoder, which converts a spectrogram to audio."""
     home = importlib.import_module("diffusers.pipelines.ltx2.vocoder")
     return home.LTX2Vocoder(
         in_channels=2 * MEL_BINS,

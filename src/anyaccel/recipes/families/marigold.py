@@ -1,4 +1,4 @@
-"""Marigold: depth, normals and intrinsics of an image."""
+"""Marigold: depth, surface normals and intrinsic decomposition of an image."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ recipe = functools.partial(make_recipe, family="marigold")
 
 
 def parts(*, maps: int = 1, **more: Any) -> dict[str, Any]:
-    """Return the components of Marigold; the UNet receives the latents of the image and of the maps."""
+    """Return the components of Marigold; the UNet receives the latents of the input image and of the maps."""
     return {
         "unet": denoiser(in_channels=4 + 4 * maps, out_channels=4 * maps, use_linear_projection=True),
         "vae": autoencoder_kl(),
@@ -32,7 +32,7 @@ def parts(*, maps: int = 1, **more: Any) -> dict[str, Any]:
 
 
 def intrinsics() -> dict[str, Any]:
-    """Return the components of intrinsic image decomposition: two named maps."""
+    """Return the components for intrinsic image decomposition, with two named maps."""
     names = {
         "target_names": ["albedo", "material"],
         "albedo": {"prediction_space": "srgb"},
@@ -42,7 +42,7 @@ def intrinsics() -> dict[str, Any]:
 
 
 def call() -> dict[str, Any]:
-    """Return call arguments at the size of the image."""
+    """Return call arguments that process the image at its original size."""
     return unprompted(image=make_image(SIZE), processing_resolution=0)
 
 

@@ -26,12 +26,12 @@ recipe = functools.partial(make_recipe, family="perturbed-attention")
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments that start from noise."""
+    """Return call arguments for generation from noise."""
     return prompted(height=SIZE, width=SIZE, pag_scale=3.0) | more
 
 
 def call_halfway(**more: Any) -> dict[str, Any]:
-    """Return call arguments that start from an image and run the last two of four steps."""
+    """Return call arguments for image to image at strength 0.5, which runs the last two of four steps."""
     return prompted(image=make_image(SIZE), strength=0.5, num_inference_steps=4, pag_scale=3.0, **more)
 
 

@@ -22,7 +22,7 @@ recipe = functools.partial(make_recipe, family="qwen-image")
 
 
 def autoencoder_qwen() -> Any:
-    """Return the autoencoder of Qwen-Image, a video autoencoder that receives single frames."""
+    """Return the Qwen-Image autoencoder, a video autoencoder that receives single frames."""
     return diffusers.AutoencoderKLQwenImage(
         base_dim=8,
         z_dim=CHANNELS,
@@ -80,7 +80,7 @@ def call(**more: Any) -> dict[str, Any]:
 
 
 def call_halfway(**more: Any) -> dict[str, Any]:
-    """Return call arguments that start from an image and run the last two of four steps."""
+    """Return call arguments for image to image at strength 0.5, which runs the last two of four steps."""
     return call(image=make_image(SIZE), strength=0.5, num_inference_steps=4, **more)
 
 

@@ -22,7 +22,7 @@ recipe = functools.partial(make_recipe, family="sana")
 
 
 def autoencoder_dc() -> Any:
-    """Return the deep compression autoencoder, with linear attention on the lower level."""
+    """Return the deep compression autoencoder, with linear attention at the lower level."""
     return diffusers.AutoencoderDC(
         latent_channels=CHANNELS,
         attention_head_dim=4,
@@ -76,7 +76,7 @@ def parts_of_sprint() -> dict[str, Any]:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments, without the table of sizes and the long instruction, which are for large images."""
+    """Return call arguments without resolution binning and the long instruction, which suit only large images."""
     return (
         prompted(
             height=SIZE,
@@ -90,7 +90,7 @@ def call(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_video() -> dict[str, Any]:
-    """Return the components of Sana Video, with the autoencoder of Wan."""
+    """Return the components of Sana Video, with the Wan autoencoder."""
     shape = transformer_shape(
         patch_size=(1, 2, 2),
         attention_head_dim=12,

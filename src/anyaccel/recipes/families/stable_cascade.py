@@ -1,4 +1,4 @@
-"""Stable Cascade and Würstchen: a prior for a very small latent, a decoder, and both combined."""
+"""Stable Cascade and Würstchen: a prior for highly compressed latents, a decoder, and both combined."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ recipe = functools.partial(make_recipe, family="stable-cascade")
 
 
 def home(name: str) -> Any:
-    """Return a module of Würstchen, because diffusers does not export its classes."""
+    """Import a Würstchen module by name, because diffusers does not export its classes."""
     return importlib.import_module(f"diffusers.pipelines.deprecated.wuerstchen.{name}")
 
 
 def vqgan() -> Any:
-    """Return the quantizing autoencoder that both use, scaled for the large latents that random weights give."""
+    """Return the VQ autoencoder that both families use, scaled for the large latents that random weights produce."""
     return home("modeling_paella_vq_model").PaellaVQModel(
         levels=2, bottleneck_blocks=1, embed_dim=8, latent_channels=4, num_vq_embeddings=12, scale_factor=0.002
     )
 
 
 def text() -> dict[str, Any]:
-    """Return the text encoder of Stable Cascade."""
+    """Return the Stable Cascade text encoder."""
     return {"tokenizer": clip_tokenizer(), "text_encoder": clip_text_with_projection()}
 
 
 def unet(**more: Any) -> Any:
-    """Return the UNet of either stage, with two levels of width 16."""
+    """Return a UNet for either stage, with two levels of width 16."""
     blocks = ("SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock")
     return diffusers.StableCascadeUNet(
         **{
@@ -84,7 +84,7 @@ def both() -> dict[str, Any]:
 
 
 def call_both(**more: Any) -> dict[str, Any]:
-    """Return call arguments of both stages."""
+    """Return call arguments for the combined pipeline."""
     arguments = prompted(height=SIZE, width=SIZE, prior_num_inference_steps=2, decoder_guidance_scale=2.0, **more)
     del arguments["guidance_scale"]
     return arguments
@@ -126,7 +126,7 @@ def wuerstchen_decoder() -> dict[str, Any]:
 
 
 def wuerstchen_both() -> dict[str, Any]:
-    """Return the components of both stages of Würstchen."""
+    """Return the components of both Würstchen stages."""
     second = wuerstchen_decoder()
     del second["latent_dim_scale"]
     return second | {f"prior_{name}": part for name, part in wuerstchen_prior().items()}

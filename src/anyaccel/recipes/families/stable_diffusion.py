@@ -17,7 +17,7 @@ SIZE = 16
 
 
 def denoiser(**more: Any) -> Any:
-    """Return the UNet of Stable Diffusion with two levels; the lower one has cross attention."""
+    """Return the Stable Diffusion UNet with two levels; the lower one has cross attention."""
     return diffusers.UNet2DConditionModel(
         **{
             "sample_size": SIZE // 2,
@@ -35,7 +35,7 @@ def denoiser(**more: Any) -> Any:
 
 
 def scheduler(**more: Any) -> dict[str, Any]:
-    """Return the noise schedule that all Stable Diffusion models were trained with."""
+    """Return the scheduler arguments that all Stable Diffusion models were trained with."""
     return {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1} | more
 
 
@@ -54,7 +54,7 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_version_2() -> dict[str, Any]:
-    """Return the components of Stable Diffusion 2: number of heads per level, linear projections, v-prediction."""
+    """Return the components of Stable Diffusion 2, with per-level head counts, linear projections and v-prediction."""
     return parts(
         text_encoder=clip_text(hidden_act="gelu"),
         tokenizer=clip_tokenizer(pad_token="!"),

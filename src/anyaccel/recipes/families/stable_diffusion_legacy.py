@@ -26,7 +26,7 @@ def with_ddim(**more: Any) -> dict[str, Any]:
 
 
 def paint_by_example() -> dict[str, Any]:
-    """Return the components of Paint by Example, which takes an image instead of a prompt."""
+    """Return the components of Paint by Example, which accepts an image instead of a prompt."""
     home = importlib.import_module("diffusers.pipelines.deprecated.paint_by_example.image_encoder")
     base = parts(
         unet=denoiser(in_channels=9),

@@ -21,12 +21,12 @@ recipe = functools.partial(make_recipe, family="stable-diffusion")
 
 
 def without(base: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Return the components without those that a pipeline does not accept."""
+    """Return the components except the named ones, which a pipeline does not accept."""
     return {name: part for name, part in base.items() if name not in names}
 
 
 def upscaler() -> dict[str, Any]:
-    """Return the components of the upscaler; the UNet also receives the small image and its noise level."""
+    """Return the components of the upscaler; its UNet also receives the low-resolution image and a noise level."""
     base = parts(
         vae=autoencoder_kl(scaling_factor=0.08333),
         unet=denoiser(in_channels=7, num_class_embeds=1000),
@@ -38,7 +38,7 @@ def upscaler() -> dict[str, Any]:
 
 
 def latent_upscaler() -> dict[str, Any]:
-    """Return the components of the latent upscaler; the UNet has its own type of attention."""
+    """Return the components of the latent upscaler; its UNet uses a different type of attention."""
     unet = diffusers.UNet2DConditionModel(
         act_fn="gelu",
         attention_head_dim=4,
@@ -63,7 +63,7 @@ def latent_upscaler() -> dict[str, Any]:
 
 
 def depth_estimator() -> Any:
-    """Return the depth estimator: DPT without its convolutions."""
+    """Return the depth estimator: a DPT without the convolutional backbone."""
     return transformers.DPTForDepthEstimation(
         transformers.DPTConfig(
             hidden_size=32,
@@ -81,7 +81,7 @@ def depth_estimator() -> Any:
 
 
 def by_depth() -> dict[str, Any]:
-    """Return the components of depth to image; the UNet also receives a depth map."""
+    """Return the components for depth to image; the UNet also receives a depth map."""
     size = {"height": 32, "width": 32}
     base = parts(
         unet=denoiser(in_channels=5),
@@ -92,7 +92,7 @@ def by_depth() -> dict[str, Any]:
 
 
 def variation() -> dict[str, Any]:
-    """Return the components of image variation, which takes an image embedding instead of a prompt."""
+    """Return the components for image variation, which uses an image embedding instead of a prompt."""
     base = parts(image_encoder=clip_vision(), feature_extractor=clip_image_processor())
     return without(base, "text_encoder", "tokenizer")
 

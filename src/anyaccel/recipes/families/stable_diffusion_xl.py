@@ -22,7 +22,7 @@ recipe = functools.partial(make_recipe, family="stable-diffusion-xl")
 
 
 def denoiser(*, texts: int = 2, sizes: int = 6, **more: Any) -> Any:
-    """Return the UNet of SDXL, with six size conditions; the refiner has five, including an aesthetic score."""
+    """Return the SDXL UNet with six size conditions; the refiner has five, including an aesthetic score."""
     return stable_diffusion.denoiser(
         **{
             "cross_attention_dim": texts * TEXT_WIDTH,
@@ -58,12 +58,12 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_refiner() -> dict[str, Any]:
-    """Return the components of the refiner: only the second text encoder, and an aesthetic score."""
+    """Return the components of the refiner, with only the second text encoder and an aesthetic score."""
     return parts(text_encoder=None, tokenizer=None, unet=denoiser(texts=1, sizes=5), requires_aesthetics_score=True)
 
 
 def parts_for_instructions() -> dict[str, Any]:
-    """Return the components of InstructPix2Pix; the UNet also receives the latents of the image."""
+    """Return the components of InstructPix2Pix; the UNet also receives the input image's latents."""
     return parts(unet=denoiser(in_channels=8), is_cosxl_edit=False)
 
 

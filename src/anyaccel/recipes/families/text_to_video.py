@@ -29,7 +29,7 @@ recipe = functools.partial(make_recipe, family="text-to-video")
 
 
 def base(**more: Any) -> dict[str, Any]:
-    """Return the components of Stable Diffusion that these models share."""
+    """Return the Stable Diffusion components that these models share."""
     components = stable_diffusion.parts(
         scheduler=diffusers.DDIMScheduler(**stable_diffusion.scheduler(clip_sample=False)), **more
     )
@@ -37,7 +37,7 @@ def base(**more: Any) -> dict[str, Any]:
 
 
 def model_scope() -> dict[str, Any]:
-    """Return the components of ModelScope's text to video."""
+    """Return the components of the ModelScope text-to-video model."""
     components = base(unet=diffusers.UNet3DConditionModel(attention_head_dim=4, **SHAPE))
     return animate_diff.without(components, "feature_extractor")
 
@@ -52,7 +52,7 @@ def i2vgen() -> dict[str, Any]:
 
 
 def pia() -> dict[str, Any]:
-    """Return the components of PIA; its adapter also replaces the first convolution."""
+    """Return the components of PIA; its motion adapter also replaces the first convolution."""
     adapter = diffusers.MotionAdapter(
         block_out_channels=(8, 16),
         motion_layers_per_block=1,
@@ -64,7 +64,7 @@ def pia() -> dict[str, Any]:
 
 
 def call_zero(**more: Any) -> dict[str, Any]:
-    """Return call arguments of Text2Video-Zero, which adds motion between the first steps."""
+    """Return call arguments for Text2Video-Zero, which adds motion between early denoising steps."""
     return prompted(video_length=FRAMES, height=SIZE, width=SIZE, num_inference_steps=3, t0=1, t1=2, **more)
 
 

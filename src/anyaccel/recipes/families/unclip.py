@@ -23,20 +23,20 @@ recipe = functools.partial(make_recipe, family="unclip")
 
 
 def prior() -> Any:
-    """Return the transformer that maps a text to an image embedding."""
+    """Return the prior transformer, which maps a prompt to an image embedding."""
     return diffusers.PriorTransformer(
         num_attention_heads=2, attention_head_dim=12, num_layers=1, embedding_dim=IMAGE_WIDTH
     )
 
 
 def normalizer() -> Any:
-    """Return the normalizer that centers image embeddings."""
+    """Return the normalizer for image embeddings."""
     home = importlib.import_module("diffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer")
     return home.StableUnCLIPImageNormalizer(embedding_dim=IMAGE_WIDTH)
 
 
 def stable_unclip() -> dict[str, Any]:
-    """Return the common components of Stable unCLIP; the UNet receives the embedding and its noise level."""
+    """Return the components that the Stable unCLIP pipelines share; the UNet receives an embedding and noise level."""
     return {
         "image_normalizer": normalizer(),
         "image_noising_scheduler": diffusers.DDPMScheduler(beta_schedule="squaredcos_cap_v2"),
@@ -109,7 +109,7 @@ def unclip() -> dict[str, Any]:
 
 
 def enlarger() -> Any:
-    """Return a super-resolution UNet, which receives the smaller image as additional channels."""
+    """Return a super-resolution UNet, which receives the low-resolution image as additional channels."""
     return diffusers.UNet2DModel(
         sample_size=SIZE,
         in_channels=6,
@@ -123,7 +123,7 @@ def enlarger() -> Any:
 
 
 def unclip_from_text() -> dict[str, Any]:
-    """Return the components of the pipeline with its prior."""
+    """Return the components of the text-to-image pipeline, including the prior."""
     schedule = diffusers.UnCLIPScheduler(
         variance_type="fixed_small_log", prediction_type="sample", clip_sample_range=5.0
     )
@@ -131,12 +131,12 @@ def unclip_from_text() -> dict[str, Any]:
 
 
 def unclip_from_image() -> dict[str, Any]:
-    """Return the components of the pipeline with an image encoder."""
+    """Return the components of the image variation pipeline, including the image encoder."""
     return unclip() | {"feature_extractor": clip_image_processor(), "image_encoder": clip_vision()}
 
 
 def call_unclip(**more: Any) -> dict[str, Any]:
-    """Return call arguments; each network has its own number of steps."""
+    """Return call arguments with a separate number of steps for each network."""
     arguments = unprompted(decoder_num_inference_steps=2, super_res_num_inference_steps=2, **more)
     del arguments["num_inference_steps"]
     return arguments

@@ -74,7 +74,7 @@ def latent_diffusion() -> dict[str, Any]:
 
 
 def super_resolution() -> dict[str, Any]:
-    """Return the components of latent diffusion super-resolution; the UNet also receives the small image."""
+    """Return the components of latent diffusion super-resolution; its UNet also receives the low-resolution image."""
     return latent_diffusion() | {"unet": denoiser(in_channels=6, out_channels=3)}
 
 
@@ -100,7 +100,7 @@ def dance_diffusion() -> dict[str, Any]:
 
 
 def call_dance() -> dict[str, Any]:
-    """Return call arguments for four seconds at 64 samples per second."""
+    """Return call arguments for four seconds of audio at 64 samples per second."""
     arguments = unprompted(audio_length_in_s=4.0)
     del arguments["output_type"]
     return arguments

@@ -1,4 +1,4 @@
-"""VisualCloze: FLUX Fill that learns a task from example images."""
+"""VisualCloze: a FLUX Fill model that learns a task from example images."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ recipe = functools.partial(make_recipe, family="visual-cloze")
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of FLUX fill."""
+    """Return the components of FLUX Fill."""
     return flux.parts(in_channels=3 * flux.PATCH) | {"resolution": SIZE}
 
 
 def call() -> dict[str, Any]:
-    """Return call arguments with an example of the task and an image to apply it to."""
+    """Return call arguments with an example of the task and an image to process."""
     return unprompted(
         task_prompt="turn blue",
         content_prompt="a red fox",

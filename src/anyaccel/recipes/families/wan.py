@@ -1,4 +1,4 @@
-"""Wan: text to video, image to video, video to video, VACE, and edits."""
+"""Wan: text to video, image to video, video to video, VACE, and editing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ recipe = functools.partial(make_recipe, family="wan")
 
 
 def autoencoder_wan(*, halvings: int = 1) -> Any:
-    """Return the autoencoder of Wan, which halves width, height and frames (except the first) `halvings` times."""
+    """Return the Wan autoencoder, which halves width, height and frames (except the first) `halvings` times."""
     return diffusers.AutoencoderKLWan(
         base_dim=8,
         z_dim=CHANNELS,
@@ -50,7 +50,7 @@ def autoencoder_wan(*, halvings: int = 1) -> Any:
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """Return transformer arguments: two heads of width 12."""
+    """Return transformer arguments for two heads of width 12."""
     return {
         "num_attention_heads": 2,
         "attention_head_dim": 12,
@@ -78,12 +78,12 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_two_experts() -> dict[str, Any]:
-    """Return the components of Wan 2.2: one transformer for the high-noise steps, one for the others."""
+    """Return the components of Wan 2.2, with separate transformers for the high-noise and the low-noise steps."""
     return parts(transformer_2=diffusers.WanTransformer3DModel(**transformer_shape()), boundary_ratio=0.875)
 
 
 def parts_for_images() -> dict[str, Any]:
-    """Return the components of image to video; the transformer also receives image latents and a frame mask."""
+    """Return the components for image to video; the transformer also receives image latents and a frame mask."""
     shape = transformer_shape(in_channels=2 * CHANNELS + TIME_SCALE, image_dim=IMAGE_WIDTH, added_kv_proj_dim=24)
     return parts(
         transformer=diffusers.WanTransformer3DModel(**shape),
@@ -93,7 +93,7 @@ def parts_for_images() -> dict[str, Any]:
 
 
 def parts_of_vace() -> dict[str, Any]:
-    """Return the components of VACE; the side branch receives two videos and a mask."""
+    """Return the components of VACE; its control branch receives two videos and a mask."""
     shape = transformer_shape(vace_layers=[0, 1], vace_in_channels=2 * CHANNELS + 2**2)
     return parts(transformer=diffusers.WanVACETransformer3DModel(**shape))
 
@@ -113,24 +113,24 @@ def call_embedded(**more: Any) -> dict[str, Any]:
 
 
 def call_without_length(**more: Any) -> dict[str, Any]:
-    """Return call arguments that take the number of frames from an input video."""
+    """Return call arguments without a frame count, for pipelines that read it from an input video."""
     arguments = call_embedded(**more)
     del arguments["num_frames"]
     return arguments
 
 
 def call_halfway() -> dict[str, Any]:
-    """Return call arguments that start from a video and run the last two of four steps."""
+    """Return call arguments for video to video at strength 0.5, which runs the last two of four steps."""
     return call_without_length(video=make_video(FRAMES, SIZE), strength=0.5, num_inference_steps=4)
 
 
 def parts_of_lucy() -> dict[str, Any]:
-    """Return the components of Lucy Edit, which concatenates the latents of a video to its own."""
+    """Return the components of Lucy Edit, which concatenates the input video's latents to the noisy latents."""
     return parts(transformer=diffusers.WanTransformer3DModel(**transformer_shape(in_channels=2 * CHANNELS)))
 
 
 def parts_of_chrono_edit() -> dict[str, Any]:
-    """Return the components of ChronoEdit, which edits an image as the last frame of a video."""
+    """Return the components of ChronoEdit, which generates the edited image as the last frame of a video."""
     base = parts_for_images()
     shape = transformer_shape(in_channels=2 * CHANNELS + TIME_SCALE, image_dim=IMAGE_WIDTH, added_kv_proj_dim=24)
     return base | {"transformer": diffusers.ChronoEditTransformer3DModel(**shape)}

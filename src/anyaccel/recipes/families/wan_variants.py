@@ -1,4 +1,4 @@
-"""Video models with Wan's autoencoder and text encoder: Wan Animate, AnyFlow."""
+"""Video models that use the Wan autoencoder and text encoder: Wan Animate, AnyFlow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ recipe = functools.partial(make_recipe, family="wan")
 
 
 def animate() -> dict[str, Any]:
-    """Return the components of Wan Animate, which animates a character from a face and a pose video."""
+    """Return the components of Wan Animate, which animates a character from a face video and a pose video."""
     shape = wan.transformer_shape(
         in_channels=2 * wan.CHANNELS + 4,
         latent_channels=wan.CHANNELS,

@@ -56,7 +56,7 @@ def controlnet(*, channels: int) -> Any:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments; the chat template makes the prompt long."""
+    """Return call arguments with a sequence length that fits the prompt and its chat template."""
     return prompted(negative_prompt="blue", height=SIZE, width=SIZE, max_sequence_length=64) | more
 
 

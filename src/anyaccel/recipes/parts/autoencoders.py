@@ -10,7 +10,7 @@ __all__ = ["autoencoder_kl", "movq"]
 
 
 def autoencoder_kl(*, latent_channels: int = 4, **more: Any) -> Any:
-    """Return the autoencoder of Stable Diffusion with two levels: a 16-pixel image has 8-pixel latents."""
+    """Return the Stable Diffusion autoencoder with two levels: a 16-pixel image has 8-pixel latents."""
     return diffusers.AutoencoderKL(
         **{
             "latent_channels": latent_channels,
@@ -24,7 +24,7 @@ def autoencoder_kl(*, latent_channels: int = 4, **more: Any) -> Any:
 
 
 def movq() -> Any:
-    """Return the VQ autoencoder of Kandinsky, with decoder norms that are conditioned on the latents."""
+    """Return the Kandinsky VQ autoencoder, with decoder norms that are conditioned on the latents."""
     return diffusers.VQModel(
         block_out_channels=(32, 32),  # SpatialNorm always has 32 groups, whatever norm_num_groups is
         down_block_types=("DownEncoderBlock2D", "AttnDownEncoderBlock2D"),

@@ -35,7 +35,7 @@ def make_image(size: int, *, seed: int = 1) -> Any:
 
 
 def mask(size: int) -> Any:
-    """Return a mask that inpaints the left half."""
+    """Return an inpainting mask that covers the left half."""
     from PIL import Image
 
     half = numpy.zeros((size, size), dtype=numpy.uint8)
@@ -49,5 +49,5 @@ def make_video(frames: int, size: int) -> list[Any]:
 
 
 def embedding(*shape: int, seed: int = 3) -> Any:
-    """Return noise in the shape of an image or prompt embedding."""
+    """Return seeded noise in the shape of an image or prompt embedding."""
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed))

@@ -22,7 +22,7 @@ IMAGE_SIZE = 32
 
 
 def clip_vision_config(**more: Any) -> Any:
-    """Return the configuration of a CLIP image encoder with two layers of width 32."""
+    """Return the configuration for a CLIP image encoder with two layers of width 32."""
     return transformers.CLIPVisionConfig(
         **{
             "hidden_size": IMAGE_WIDTH,
@@ -39,23 +39,23 @@ def clip_vision_config(**more: Any) -> Any:
 
 
 def clip_vision(**more: Any) -> Any:
-    """Return the image encoder of CLIP with its projection."""
+    """Return a CLIP image encoder with its projection."""
     return transformers.CLIPVisionModelWithProjection(clip_vision_config(**more))
 
 
 def clip_vision_model(**more: Any) -> Any:
-    """Return the image encoder of CLIP without its projection, for pipelines that read hidden states."""
+    """Return a CLIP image encoder without its projection, for pipelines that read hidden states."""
     return transformers.CLIPVisionModel(clip_vision_config(**more))
 
 
 def clip_image_processor(size: int = IMAGE_SIZE) -> Any:
-    """Return the image processor of CLIP."""
+    """Return a CLIP image processor."""
     # The default size is 224 pixels, which the tiny encoder does not accept.
     return transformers.CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
 
 
 def siglip_vision(**more: Any) -> Any:
-    """Return the image encoder of SigLIP with two layers of width 32."""
+    """Return a SigLIP image encoder with two layers of width 32."""
     return transformers.SiglipVisionModel(
         transformers.SiglipVisionConfig(
             **{
@@ -72,5 +72,5 @@ def siglip_vision(**more: Any) -> Any:
 
 
 def siglip_image_processor(size: int = IMAGE_SIZE) -> Any:
-    """Return the image processor of SigLIP."""
+    """Return a SigLIP image processor."""
     return transformers.SiglipImageProcessor(size={"height": size, "width": size})

@@ -14,7 +14,7 @@ TEXT_WIDTH = 32
 
 
 def clip_config(**more: Any) -> Any:
-    """Return the configuration of a CLIP text encoder with two layers of width 32."""
+    """Return the configuration for a CLIP text encoder with two layers of width 32."""
     return transformers.CLIPTextConfig(
         **{
             "vocab_size": len(CLIP_VOCABULARY),
@@ -44,7 +44,7 @@ def clip_text_with_projection(**more: Any) -> Any:
 
 
 def t5_encoder(**more: Any) -> Any:
-    """Return the encoder of T5 1.1 with two layers of width 32."""
+    """Return a T5 1.1 encoder with two layers of width 32."""
     return transformers.T5EncoderModel(
         transformers.T5Config(
             **{
@@ -63,7 +63,7 @@ def t5_encoder(**more: Any) -> Any:
 
 
 def umt5_encoder(**more: Any) -> Any:
-    """Return the encoder of the multilingual T5 with two layers of width 32."""
+    """Return a multilingual T5 encoder (UMT5) with two layers of width 32."""
     return transformers.UMT5EncoderModel(
         transformers.UMT5Config(
             **{
@@ -80,7 +80,7 @@ def umt5_encoder(**more: Any) -> Any:
 
 
 def bert(**more: Any) -> Any:
-    """Return BERT with two layers of width 32."""
+    """Return a BERT encoder with two layers of width 32."""
     return transformers.BertModel(
         transformers.BertConfig(
             **{

@@ -1,4 +1,4 @@
-"""Tokenizers with character-level vocabularies, of the classes that pipelines require."""
+"""Tokenizers with character-level vocabularies, in the classes that pipelines require."""
 
 from __future__ import annotations
 
@@ -109,21 +109,21 @@ CHAT_TEMPLATE = """\
 
 
 def clip_tokenizer(*, pad_token: str = "<|endoftext|>", max_length: int = 77) -> Any:
-    """Return the tokenizer of CLIP: one token per letter, with start and end tokens."""
+    """Return a CLIP tokenizer: one token per letter, with start and end tokens."""
     return transformers.CLIPTokenizer(
         vocab=CLIP_VOCABULARY, merges=[], pad_token=pad_token, model_max_length=max_length
     )
 
 
 def t5_tokenizer(*, max_length: int = 512) -> Any:
-    """Return the tokenizer of T5: one token per letter, an end token, zero padding."""
+    """Return a T5 tokenizer: one token per letter, an end token, zero padding."""
     # Unigram pieces with log probabilities. All letters have the same one, special tokens have 0.
     pieces = [(token, 0.0 if token.startswith("<") and len(token) > 1 else -2.0) for token in T5_VOCABULARY]
     return transformers.T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=max_length)
 
 
 def qwen_tokenizer(*, max_length: int = 1024, **more: Any) -> Any:
-    """Return the tokenizer of Qwen: one token per byte, with a chat template."""
+    """Return a Qwen tokenizer: one token per byte, with a chat template."""
     return transformers.Qwen2Tokenizer(
         vocab=QWEN_VOCABULARY,
         merges=[],
@@ -135,19 +135,19 @@ def qwen_tokenizer(*, max_length: int = 1024, **more: Any) -> Any:
 
 
 def gemma_tokenizer(*, max_length: int = 512) -> Any:
-    """Return the tokenizer of Gemma: one token per letter, a start token, left padding."""
+    """Return a Gemma tokenizer: one token per letter, a start token, left padding."""
     return transformers.GemmaTokenizer(
         vocab=GEMMA_VOCABULARY, merges=[], add_bos_token=True, model_max_length=max_length
     )
 
 
 def bert_tokenizer(*, max_length: int = 77) -> Any:
-    """Return the tokenizer of BERT: one token per letter, with class and separator tokens."""
+    """Return a BERT tokenizer: one token per letter, with class and separator tokens."""
     return transformers.BertTokenizer(vocab=BERT_VOCABULARY, model_max_length=max_length)
 
 
 def glm_tokenizer(*, max_length: int = 1024) -> Any:
-    """Return the tokenizer of GLM: one token per byte, two prefix tokens, left padding."""
+    """Return a GLM tokenizer: one token per byte, two prefix tokens, left padding."""
     # Assembled here: transformers has no tokenizer class for GLM and loads its tokenizer.json with a generic one.
     library = importlib.import_module("tokenizers")
     backend = library.Tokenizer(library.models.BPE(vocab=GLM_VOCABULARY, merges=[]))
@@ -167,18 +167,18 @@ def glm_tokenizer(*, max_length: int = 1024) -> Any:
 
 
 def llama_tokenizer(*, max_length: int = 512, **more: Any) -> Any:
-    """Return the tokenizer of Llama: one token per letter, a start token."""
+    """Return a Llama tokenizer: one token per letter, with a start token."""
     return transformers.LlamaTokenizer(
         vocab=LLAMA_VOCABULARY, merges=[], add_bos_token=True, pad_token="<unk>", model_max_length=max_length, **more
     )
 
 
 def roberta_tokenizer(*, max_length: int = 77) -> Any:
-    """Return the tokenizer of RoBERTa: one token per byte, with start and end tokens."""
+    """Return a RoBERTa tokenizer: one token per byte, with start and end tokens."""
     return transformers.RobertaTokenizer(vocab=ROBERTA_VOCABULARY, merges=[], model_max_length=max_length)
 
 
 def xlm_tokenizer(*, max_length: int = 77) -> Any:
-    """Return the tokenizer of XLM-RoBERTa: one token per letter, with start and end tokens."""
+    """Return an XLM-RoBERTa tokenizer: one token per letter, with start and end tokens."""
     pieces = [(token, -2.0) for token in XLM_VOCABULARY]
     return transformers.XLMRobertaTokenizer(vocab=pieces, model_max_length=max_length)

@@ -1,4 +1,4 @@
-"""Random weights that do not depend on the initialization of a library."""
+"""Random weights that do not depend on a library's initialization."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCALE_NAMES = {"weight", "weight_g", "gamma", "scale"}
 
 
 def draw_weights(module: Any, *, seed: int) -> None:
-    """Fill every parameter with random values."""
+    """Fill every parameter of a module with random values."""
     # ControlNets and adapters start with zero weights: their branch would not affect the output.
     generator = torch.Generator("cpu").manual_seed(seed)
     for name, parameter in module.named_parameters():
@@ -22,7 +22,7 @@ def draw_weights(module: Any, *, seed: int) -> None:
 
 
 def _shape_noise(name: str, noise: Any) -> Any:
-    """Return weights around 1 for norm scales and around 0 otherwise."""
+    """Scale noise to weights: around 1 for norm scales and around 0 for all other parameters."""
     # Divided by the square root of the fan-in, which keeps the variance of activations near 1.
     is_vector = noise.ndim == 0 or noise.shape[0] == noise.numel()
     if is_vector and name in SCALE_NAMES:

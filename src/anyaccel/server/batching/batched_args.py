@@ -1,4 +1,4 @@
-"""Join the arguments of several model calls into one batched call, and split its result."""
+"""Functions that join the arguments of several model calls into one batched call and split its result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CallArgs:
     """Properties that two calls must share to be joined: dtypes, devices, shapes without the batch, plain values."""
 
     def can_join(self, other: CallArgs) -> bool:
-        """Return whether both calls can run as one, because they differ only in their rows and timesteps."""
+        """Return whether two calls can run as one, because they differ only in their batched inputs and timesteps."""
         if self is other:
             return True
         if self.spec != other.spec or self.key != other.key:
@@ -50,7 +50,10 @@ class CallArgs:
 
 
 def _are_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether two tensors hold the same values, cached because `torch.equal` synchronizes with the device."""
+    """Return whether two tensors hold the same values.
+
+    The result is cached, because `torch.equal` synchronizes with the device.
+    """
     if left is right:
         return True
     state = _read_state(left), _read_state(right)
@@ -64,7 +67,7 @@ def _are_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _read_state(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address and the version counter of a tensor; inference tensors have no version counter."""
+    """Return a tensor's address and version counter, which is -1 for inference tensors."""
     return tensor.data_ptr(), -1 if tensor.is_inference() else read_version(tensor)
 
 
@@ -85,7 +88,7 @@ def _unflatten(leaves: Sequence[Any], spec: _Spec) -> tuple[tuple[Any, ...], dic
 
 
 def make_call_args(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArgs | None:
-    """Flatten a call's arguments, or return None if one of them cannot be joined."""
+    """Flatten the arguments of a call; return None if the call cannot be batched."""
     leaves, spec = _flatten(args, kwargs)
     first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 1), None)
     if first is None or not all(isinstance(leaf, _LEAF_TYPES) for leaf in leaves):
@@ -108,7 +111,10 @@ def _make_leaf_key(leaf: Any, rows: int) -> Any:
 
 
 def join_args(calls: Sequence[CallArgs], rows: int | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of one call for all of `calls`; with `rows`, padded to that batch size with the last row."""
+    """Return the arguments for a single call that replaces all `calls`.
+
+    With `rows`, the batch is padded to that size by repeating the last row.
+    """
     first = calls[0]
     if len(calls) == 1 and rows is None:
         return _unflatten(first.leaves, first.spec)
@@ -151,7 +157,7 @@ def split_result(result: Any, rows: Sequence[int]) -> list[Any]:
 
 
 def results_match(result: Any, expected: Any) -> bool:
-    """Return whether two results are equal up to rounding in their dtype."""
+    """Return whether two results are equal within the rounding error of their dtype."""
     pairs = zip(tree_flatten(result)[0], tree_flatten(expected)[0], strict=True)
     for left, right in pairs:
         if not isinstance(left, torch.Tensor) or not left.is_floating_point():

@@ -1,4 +1,4 @@
-"""Lock for calls of a model: several calls with the same LoRA adapter, or one exclusive call."""
+"""Lock for model calls, held by several calls with the same LoRA adapter or by one exclusive call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _POLL_S = 0.2
 
 
 class AdapterLock:
-    """FIFO lock that up to `max_holders` calls can hold together if they use the same adapter.
+    """FIFO lock that up to `max_holders` calls can hold at the same time if they use the same adapter.
 
     `switch` is called with the new adapter while no call holds the lock.
     """
@@ -33,9 +33,9 @@ class AdapterLock:
     def acquire(
         self, adapter: str | None = None, *, exclusive: bool = False, is_stopped: Callable[[], bool] = lambda: False
     ) -> Iterator[None]:
-        """Hold the lock in a `with` block; raise `StoppedError` if `is_stopped` becomes true while waiting.
+        """Hold the lock within the `with` block; an exclusive call waits until no other call holds it.
 
-        An exclusive call waits until no other call holds the lock.
+        Raises `StoppedError` if `is_stopped` becomes true during the wait.
         """
         ticket = object()
         with self.changed:
@@ -67,6 +67,6 @@ class AdapterLock:
         return not exclusive and not self.exclusive and adapter == self.adapter and self.holders < self.max_holders
 
     def is_idle(self) -> bool:
-        """Return whether no call holds the lock or waits for it."""
+        """Return whether no call holds the lock and none is waiting for it."""
         with self.changed:
             return self.holders == 0 and not self.waiting

@@ -1,4 +1,4 @@
-"""A pipeline for concurrent calls: each call runs on a light copy, and all copies share the same models."""
+"""Pipeline for concurrent calls: each call runs on a lightweight copy that shares the models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ _DEFAULT_MAX_CALLS = 8
 
 
 class SharedPipeline:
-    """A placed pipeline that several threads call concurrently. Model calls are batched where the results match."""
+    """A placed pipeline that several threads can call concurrently.
+
+    Model calls are batched if their batched and unbatched results match.
+    """
 
     def __init__(self, pipe: Any, *, max_calls: int = _DEFAULT_MAX_CALLS, max_wait_s: float | None = None) -> None:
         self.pipe = pipe
@@ -38,16 +41,19 @@ class SharedPipeline:
         self.forwards = {name: self._install(module, name in denoisers) for name, module in _batchable_modules(pipe)}
 
     def run(self, call: Mapping[str, Any], pipe_copy: Any = None) -> Any:
-        """Run a pipeline call and return its output, which is the same as without concurrent calls.
+        """Run a pipeline call and return its output, which concurrent calls do not change.
 
-        The call runs on `pipe_copy`, a light copy of this pipeline or of another one with the same models, or on a new
-        copy.
+        The call runs on `pipe_copy`, a lightweight copy of this pipeline or of another pipeline with the same models.
+        By default, a new copy is created.
         """
         with self.batcher.participating():
             return (light_copy(self.pipe) if pipe_copy is None else pipe_copy)(**call)
 
     def warm_up(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, bool]:
-        """Run two calls, enable batching for models with matching results, and return whether each model is batched."""
+        """Run two calls and enable batching for each model that returns matching results with and without it.
+
+        Returns whether each model is batched.
+        """
         recorded: dict[str, list[CallArgs]] = {name: [] for name in self.forwards}
         with self._recording_args(recorded):
             for call in (first, second):
@@ -61,14 +67,14 @@ class SharedPipeline:
         return {name: forward.enabled for name, forward in self.forwards.items()}
 
     def enable(self, enabled: Mapping[str, bool]) -> None:
-        """Set for each model whether its calls are batched."""
+        """Enable or disable batching for each model."""
         for name, forward in self.forwards.items():
             forward.enabled = enabled[name]
 
     def prepare_batch_sizes(self, calls: int) -> None:
-        """Run batches of 1, 2, 4, ... calls ahead of time; later batches are padded to one of these sizes.
+        """Run batches of 1, 2, 4, ... calls in advance; later batches are padded to one of these sizes.
 
-        For devices that compile a graph per shape.
+        Used for devices that compile one graph per shape.
         """
         sizes = [1]
         while sizes[-1] < calls:
@@ -79,7 +85,10 @@ class SharedPipeline:
 
     @contextmanager
     def _recording_args(self, recorded: dict[str, list[CallArgs]]) -> Iterator[None]:
-        """Disable batching in a `with` block, and record the arguments of each pipeline call's first model call."""
+        """Disable batching within the `with` block, and record the arguments of model calls in `recorded`.
+
+        Only the first call of each model per pipeline call is recorded.
+        """
         for name, forward in self.forwards.items():
             forward.enabled, forward.recorded_args = False, recorded[name]
         try:
@@ -89,7 +98,7 @@ class SharedPipeline:
                 forward.recorded_args = None
 
     def close(self) -> None:
-        """Restore the models' own forwards."""
+        """Restore the original forward of each model."""
         for forward in self.forwards.values():
             remove_override(forward.module, Slot.BATCHING)
 
@@ -124,7 +133,7 @@ def _batchable_modules(pipe: Any) -> Iterator[tuple[str, torch.nn.Module]]:
 
 
 def light_copy(pipe: Any) -> Any:
-    """Return a copy of a pipeline that shares its models and has its own schedulers, tokenizers and placement state."""
+    """Return a copy of a pipeline that shares its models but has its own schedulers, tokenizers and placement."""
     # Schedulers and tokenizers are not thread-safe: https://github.com/huggingface/diffusers/issues/3672 and
     # https://github.com/huggingface/diffusers/issues/9362
     pipe_copy = object.__new__(type(pipe))

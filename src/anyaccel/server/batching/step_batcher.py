@@ -1,8 +1,9 @@
 """Step batching: concurrent pipeline calls run their denoiser calls as one batch.
 
-Each request runs an unmodified pipeline call in its own thread. An override of the model's forward blocks a call while
-others are about to reach the same model. It concatenates the rows of the waiting calls, each at its own timestep, and
-returns to each call its rows of the result. The thread that completes a batch runs it for all calls.
+Each request runs an unmodified pipeline call in its own thread. An override of the model's forward delays a call while
+other calls are about to reach the same model. It concatenates the inputs of the waiting calls, each at its own
+timestep, and returns the corresponding rows of the output to each call. The thread that completes a batch runs it for
+all calls.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class _PendingCall:
 
 @dataclass(frozen=True, eq=False)
 class _EnqueuedBatch:
-    """A batch that was enqueued on the device, together with the other work that was enqueued after it."""
+    """A batch enqueued on the device, together with any other work enqueued before the next batch."""
 
     started_at: float
     wait: Callable[[], None]
@@ -60,7 +61,7 @@ class _EnqueuedBatch:
 
 @dataclass
 class BatchStats:
-    """Counts of the batches that a model ran."""
+    """Statistics about the batches that a model ran."""
 
     batches: int = 0
     calls: int = 0
@@ -71,21 +72,21 @@ class BatchStats:
     """Number of batches by their number of calls."""
 
     def record(self, calls: int) -> None:
-        """Count a batch of `calls` calls."""
+        """Record a batch that contains `calls` calls."""
         self.batches, self.calls, self.largest = self.batches + 1, self.calls + calls, max(self.largest, calls)
         self.sizes[calls] = self.sizes.get(calls, 0) + 1
 
 
 class StepBatcher:
-    """Scheduling state that all batched models of one pipeline share.
+    """Scheduling state shared by all batched models of one pipeline.
 
-    A call waits for others at most `max_wait_s` seconds after the device became idle; the default is half the duration
-    of the last batch.
+    A call waits for others for at most `max_wait_s` seconds after the device becomes idle; the default is half the
+    duration of the last batch.
 
     Accelerators run asynchronously. `mark` records an event after the work enqueued so far and returns a function that
-    waits for it. If these events are exact, the next batch is enqueued while the device runs the current one, which
-    leaves no gap between the two. No more than one is enqueued ahead: otherwise all steps of the running calls would be
-    enqueued before a new request arrives, and it could not join them.
+    waits for it. If these events are exact, the next batch is enqueued while the device runs the current one, so the
+    device does not become idle between them. At most one batch is enqueued ahead: otherwise, all steps of the running
+    calls would be enqueued before a new request arrives, and the request could not join them.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class StepBatcher:
 
     @contextmanager
     def participating(self) -> Iterator[None]:
-        """Register this thread's call in a `with` block: other calls wait for it to join their batches."""
+        """Register this thread's pipeline call within the `with` block, so that other calls wait to batch with it."""
         thread_id = threading.get_ident()
         with self.changed:
             self.active_calls[thread_id] = None
@@ -128,10 +129,11 @@ class StepBatcher:
                 self.changed.notify_all()
 
     def acquire_gil_slot(self) -> None:
-        """Wait for the slot that lets one thread at a time continue after a batch, or until its owner seems blocked.
+        """Wait for the slot that lets one thread at a time continue after a batch.
 
-        All threads of a batch could continue at the same time, but the GIL runs one of them. If they alternate after
-        every operation, the Python code between two batches takes about twice as long.
+        All threads of a batch could continue at the same time, but the GIL runs only one of them. If they alternate
+        after every operation, the Python code between two batches takes about twice as long. The wait ends early if the
+        owner of the slot seems to be blocked.
         """
         releases = -1
         # Give up only if the slot was not released during a whole timeout: its owner is then blocked elsewhere.
@@ -148,7 +150,7 @@ class StepBatcher:
             self.gil_slot.release()
 
     def is_participating(self) -> bool:
-        """Return whether this thread's call is registered."""
+        """Return whether this thread has a registered pipeline call."""
         return threading.get_ident() in self.active_calls
 
     def compute_max_wait(self) -> float:
@@ -159,7 +161,7 @@ class StepBatcher:
 
     @contextmanager
     def device_access(self) -> Iterator[None]:
-        """Hold exclusive access to the device in a `with` block, after waiting for the thread that has it."""
+        """Wait until no other thread uses the device, and hold exclusive access to it within the `with` block."""
         with self.changed:
             while self.busy:
                 self.changed.wait()
@@ -169,7 +171,7 @@ class StepBatcher:
 
     @contextmanager
     def releasing_device(self, *, is_batch: bool = False) -> Iterator[None]:
-        """Release the device at the end of a `with` block. The caller has set `busy`."""
+        """Release the device at the end of the `with` block. The caller must have set `busy`."""
         started_at = time.monotonic()
         try:
             yield
@@ -183,9 +185,9 @@ class StepBatcher:
                     self._record_enqueued(started_at, is_batch=is_batch)
 
     def _record_enqueued(self, started_at: float, *, is_batch: bool) -> None:
-        """Record an event after the last enqueued work.
+        """Record an event after the most recently enqueued work.
 
-        Work outside the denoising loop, such as a decoder, does not count against the look-ahead limit.
+        Work outside the denoising loop, such as a decoder call, does not count toward the look-ahead limit.
         """
         assert self.mark is not None
         if self.enqueued and not is_batch:
@@ -196,8 +198,8 @@ class StepBatcher:
     def wait_for_oldest(self) -> None:
         """Wait until the device has finished the oldest enqueued batch.
 
-        The caller holds the lock, which is released while waiting. If events are exact, other threads may enqueue work
-        in the meantime. Otherwise they may not, because the wait would include their work.
+        The caller must hold the lock, which is released during the wait. If events are exact, other threads may enqueue
+        work in the meantime. Otherwise they may not, because the wait would also cover their work.
         """
         oldest, self.synchronizing, self.busy = self.enqueued[0], True, not self.look_ahead
         self.changed.release()
@@ -215,7 +217,7 @@ class StepBatcher:
             self.pending_notify = True
 
     def notify_if_pending(self) -> None:
-        """Notify the other threads of a finished batch if this thread cannot run the next one."""
+        """Wake the threads that have not yet been notified of a finished batch."""
         # Deferred until here: waking all threads costs GIL time, and this thread often runs the next batch itself.
         if self.pending_notify:
             self.pending_notify = False
@@ -246,11 +248,11 @@ class BatchedForward:
         self.stats = BatchStats()
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward beneath this override, which may be compiled or captured."""
+        """Run the model's underlying forward, which may be compiled or captured, without batching."""
         return run_beneath(self.module, Slot.BATCHING, args, kwargs)
 
     def matches_unbatched(self, calls: list[CallArgs]) -> bool:
-        """Return whether two calls give the same results batched and unbatched."""
+        """Return whether two calls produce matching results with and without batching."""
         if len(calls) != 2 or not calls[0].can_join(calls[1]):
             return False
         try:
@@ -264,7 +266,7 @@ class BatchedForward:
         return all(results_match(batched, unbatched) for batched, unbatched in zip(results, expected, strict=True))
 
     def prepare_batch_sizes(self, sizes: Sequence[int]) -> None:
-        """Run and time batches of the given numbers of calls; later batches are padded to one of these sizes."""
+        """Run and time a batch for each number of calls in `sizes`; later batches are padded to one of these sizes."""
         assert self.example_args is not None
         for calls in sizes:
             rows = calls * self.example_args.rows
@@ -281,7 +283,7 @@ class BatchedForward:
         return time.monotonic() - start
 
     def __call__(self, forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the model's output for one call, run in a batch if possible."""
+        """Run one model call, in a batch if possible, and return its output."""
         batcher = self.batcher
         # Calls outside `SharedPipeline.run` and calls with gradients are never batched.
         if not batcher.is_participating() or torch.is_grad_enabled():
@@ -343,8 +345,9 @@ class BatchedForward:
     def _wait_for_batch(self, call: _PendingCall) -> list[_PendingCall]:
         """Wait until another thread has run the call, or return a batch that this thread must run.
 
-        If all expected calls have arrived, the batch is enqueued while the device still runs the previous one.
-        Otherwise it waits for the missing calls until the device is idle, and then up to `compute_max_wait` seconds.
+        If all expected calls have arrived, the batch is enqueued while the device is still running the previous one.
+        Otherwise, the thread waits for the missing calls until the device is idle, and then for up to
+        `compute_max_wait` seconds.
         """
         batcher = self.batcher
         with batcher.changed:
@@ -371,20 +374,24 @@ class BatchedForward:
         return []
 
     def _all_arrived(self) -> bool:
-        """Return whether no call that called this model last, and that a full batch needs, is missing."""
+        """Return whether every call that is expected to join the next batch has arrived.
+
+        A call is expected if it called this model last. If enough calls for a full batch have arrived, only the oldest
+        calls are expected.
+        """
         arrived, active = {call.thread_id for call in self.pending}, self.batcher.active_calls
         missing = {thread_id for thread_id, model in active.items() if model is self and thread_id not in arrived}
         return not missing or (len(arrived) >= self.batcher.max_calls and not missing & self._oldest_calls())
 
     def _oldest_calls(self) -> set[int]:
-        """Return the thread ids of the oldest calls, up to a full batch; the other calls are in reserve."""
+        """Return the thread ids of the oldest pipeline calls, up to a full batch; newer calls are in reserve."""
         return set(itertools.islice(self.batcher.active_calls, self.batcher.max_calls))
 
     def _claim_batch(self) -> list[_PendingCall]:
-        """Return the first waiting call and those that fit into its batch.
+        """Remove the first waiting call and the calls that fit into its batch from the queue, and return them.
 
-        A call that does not fit comes first in the next batch, which another thread may run. A call in reserve only
-        replaces a missing one, such as a call that runs its decoder.
+        A call that does not fit goes first in the next batch, which another thread may run. A call in reserve joins
+        only if an older call is missing, for example because it is running its decoder.
         """
         oldest_calls = self._oldest_calls()
         # The sort is stable, so both groups stay in order of arrival.
@@ -402,7 +409,7 @@ class BatchedForward:
         return batch
 
     def _best_batch_rows(self, rows: int) -> int:
-        """Return the batch size with the highest throughput for `rows` rows.
+        """Return the prepared batch size with the highest throughput for `rows` rows.
 
         A large batch that is mostly padding may be slower than a smaller, full one.
         """
@@ -428,7 +435,7 @@ class BatchedForward:
                     self.pending += unresolved
 
     def _execute(self, batch: list[_PendingCall]) -> None:
-        """Run a batch. If it fails, run each call separately, so only the call that causes the error fails."""
+        """Run a batch; if it fails, run each call separately, so that only the call that caused the error fails."""
         try:
             rows = [call.args.rows for call in batch]
             padded = next((size for size in self.batch_seconds if size >= sum(rows)), None)

@@ -1,4 +1,4 @@
-"""API errors in the JSON format of OpenAI's API."""
+"""API errors in OpenAI's JSON format."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON body."""
+        """Return the JSON body of the error response."""
         error_type = _ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         if self.code == "content_policy_violation":
             error_type = "image_generation_user_error"
@@ -47,7 +47,7 @@ def make_response(error: ApiError) -> JSONResponse:
 
 
 def describe_failure(error: Mapping[str, Any] | None) -> ApiError:
-    """Return the API error for the stored error of a failed job."""
+    """Convert the stored error of a failed job to an API error."""
     values = error or {}
     return ApiError(
         int(values.get("status", 500)),

@@ -59,7 +59,7 @@ async def list_models(service: ServiceOf) -> dict[str, Any]:
 # `:path`, because Hub ids contain a slash.
 @router.get("/models/{name:path}", summary="Describe one model", responses={401: _ERRORS[401], 404: _ERRORS[404]})
 async def show_model(name: str, service: ServiceOf) -> dict[str, Any]:
-    """Return the device, the tasks, the sizes and the defaults of a model."""
+    """Return a model's device, tasks, image sizes and defaults."""
     facts = service.dispatcher.models.get(name)
     if facts is None:
         raise ApiError(404, "model_not_found", f"unknown model {name[:80]!r}", param="model")
@@ -68,7 +68,7 @@ async def show_model(name: str, service: ServiceOf) -> dict[str, Any]:
 
 @router.post("/images/generations", response_model=None, summary="Generate images from a prompt", responses=_RESPONSES)
 async def generate(body: ImageRequest, request: Request, service: ServiceOf) -> Response:
-    """OpenAI's endpoint, extended by diffusers' parameters."""
+    """Generate images from a prompt. Compatible with OpenAI's endpoint; also accepts diffusers parameters."""
     job = await begin_job(service, request, body)
     return await _respond(service, request, body, job)
 
@@ -81,7 +81,7 @@ async def generate(body: ImageRequest, request: Request, service: ServiceOf) -> 
     responses=_RESPONSES,
 )
 async def edit(request: Request, service: ServiceOf) -> Response:
-    """OpenAI's endpoint. With a mask, only the masked area changes."""
+    """Edit an image with a prompt. Compatible with OpenAI's endpoint; with a mask, only the masked area changes."""
     body, images = await _read_form(request)
     job = await begin_job(service, request, body, images)
     return await _respond(service, request, body, job)
@@ -90,7 +90,10 @@ async def edit(request: Request, service: ServiceOf) -> Response:
 async def begin_job(
     service: Service, request: Request, body: ImageRequest, images: dict[str, bytes] | None = None
 ) -> Job:
-    """Validate a request and store it as a job: an edit if it has an image, an inpainting if it also has a mask."""
+    """Validate a request, store it as a job and return the job.
+
+    A request with an image is an edit; with an image and a mask, it is an inpainting job.
+    """
     service.check_ready()
     images = images or {}
     limits = service.settings.limits

@@ -43,7 +43,7 @@ router = APIRouter(prefix="/v1/jobs", responses=_ERRORS)
 
 @router.post("", status_code=202, summary="Submit a job without waiting for it")
 async def submit(body: ImageRequest, request: Request, service: ServiceOf) -> dict[str, Any]:
-    """Queue a job and return it."""
+    """Add a job to the queue and return it."""
     return await service.describe(await begin_job(service, request, body))
 
 
@@ -76,7 +76,7 @@ async def show(job_id: _JobId, request: Request, service: ServiceOf) -> dict[str
     responses={200: {"description": "Events", "content": {"text/event-stream": {}}}},
 )
 async def stream_events(job_id: _JobId, request: Request, service: ServiceOf) -> Response:
-    """Stream the state, each step, each preview and the final state of a job."""
+    """Stream a job's state, steps, previews and final state."""
     job = await service.find(request, job_id)
     return StreamingResponse(
         _make_events(service, request, job), media_type="text/event-stream", headers={"cache-control": "no-store"}
@@ -92,7 +92,7 @@ async def stream_events(job_id: _JobId, request: Request, service: ServiceOf) ->
 async def fetch(
     job_id: _JobId, index: _ImageIndex, request: Request, service: ServiceOf, token: str | None = None
 ) -> Response:
-    """Return the image file. The token in a job's image URLs replaces the API key."""
+    """Return an image file. The token in a job's image URLs can be used instead of the API key."""
     # A signed URL works without the owner's key, so the owner is not checked.
     if token is not None and service.signer.is_signed(job_id, index, token):
         job = await run_in_threadpool(service.jobs.get, job_id)
@@ -110,14 +110,14 @@ async def fetch(
 
 @router.post("/{name}/cancel", summary="Cancel a job, even while it runs")
 async def cancel(job_id: _JobId, request: Request, service: ServiceOf) -> dict[str, Any]:
-    """Cancel a queued job immediately, a running one at its next step."""
+    """Cancel a queued job immediately, or a running job at its next step."""
     job = await service.find(request, job_id)
     return await service.describe(await run_in_threadpool(service.dispatcher.cancel, job.id))
 
 
 @router.delete("/{name}", response_model=None, summary="Delete an ended job and its images")
 async def delete(job_id: _JobId, request: Request, service: ServiceOf) -> Response:
-    """Delete an ended job; cancel other jobs first."""
+    """Delete a job that has ended. Jobs that are still queued or running must be cancelled first."""
     job = await service.find(request, job_id)
     try:
         await run_in_threadpool(service.jobs.delete, job.id)
@@ -127,7 +127,7 @@ async def delete(job_id: _JobId, request: Request, service: ServiceOf) -> Respon
 
 
 async def _make_events(service: Service, request: Request, job: Job) -> AsyncIterator[bytes]:
-    """Yield the state of a job, its steps and previews, and its final state."""
+    """Yield a job's state, steps, previews and final state as server-sent events."""
     yield write_event("state", await service.describe(job))
     try:
         async for event in service.follow(request, job):

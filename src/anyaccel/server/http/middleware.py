@@ -1,7 +1,7 @@
-"""ASGI middleware: checks every request before an endpoint runs, and logs it.
+"""ASGI middleware that checks each request before it reaches an endpoint, and logs it.
 
-It checks the API key, the Host and Origin headers, the size of the body and the time to receive it. A rejected request
-is answered without buffering its body.
+It checks the API key, the Host and Origin headers, the size of the body and the time taken to receive it. A rejected
+request is answered without buffering its body.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _DRAIN_BYTES, _DRAIN_S = 64 * 2**20, 5.0
 
 
 class RequestMiddleware:
-    """Checks and logs the requests of an application."""
+    """ASGI middleware that checks and logs each request."""
 
     def __init__(self, app: App, service: Service) -> None:
         self.app, self.service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
+        """Check and log a request, and pass it to the application if it is valid."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -73,7 +73,7 @@ class RequestMiddleware:
             scope["state"]["owner"] = self._find_owner(scope, headers)
 
     def _find_owner(self, scope: Scope, headers: dict[str, str]) -> str:
-        """Return the digest of the request's API key, or an empty string if the request needs no key."""
+        """Return the digest of the request's API key, or an empty string if none is required; raise if it is invalid."""
         authorization = headers.get("authorization", "")
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() == "bearer":
@@ -88,7 +88,7 @@ class RequestMiddleware:
         raise ApiError(401, "invalid_api_key", message, headers={"WWW-Authenticate": "Bearer"})
 
     def _has_token(self, scope: Scope) -> bool:
-        """Return whether the request is for an image and has the image's token."""
+        """Return whether the request is for an image and contains a valid token for it."""
         match = _IMAGE_PATH.fullmatch(scope["path"])
         tokens = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])
         return match is not None and self.service.signer.is_signed(match[1], int(match[2]), tokens[0])
@@ -155,11 +155,11 @@ class RequestMiddleware:
 
 
 class _ClientStalledError(Exception):
-    """The client disconnected or does not read the response."""
+    """Raised when the client disconnects or stops reading the response."""
 
 
 class _RequestLog:
-    """Data for the log line of a request, and a `send` with a timeout."""
+    """Data for a request's log line, and a `send` function with a timeout."""
 
     def __init__(self, scope: Scope, send: Send, send_s: float) -> None:
         self.original_send, self.send_s, self.status = send, send_s, 0
@@ -177,7 +177,10 @@ class _RequestLog:
 
 
 async def _reject(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send an error response; discard a body that is too large, so the client gets to read the response."""
+    """Send an error response.
+
+    If the body is too large, it is read and discarded, because many clients read the response only after sending it.
+    """
     response = make_response(error)
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
@@ -203,5 +206,5 @@ def _read_headers(scope: Scope) -> dict[str, str]:
 
 
 def _strip_port(host: str) -> str:
-    """Return the host name of `name:port` or `[::1]:port`."""
+    """Return the host name from `name:port` or `[::1]:port`."""
     return host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]

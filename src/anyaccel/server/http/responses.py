@@ -1,4 +1,4 @@
-"""JSON of jobs, images and models, and server-sent events."""
+"""JSON representations of jobs, images and models, and server-sent events."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _NO_USAGE = {
 
 
 class Signer:
-    """Signs image URLs. A signed URL gives access to one image without an API key."""
+    """Signer for image URLs. A signed URL gives access to one image without an API key."""
 
     def __init__(self, secret: bytes) -> None:
         self.secret = secret
 
     def sign(self, job: str, index: int) -> str:
-        """Return the token of an image."""
+        """Return the access token for an image."""
         # 128 bits cannot be guessed, and the URL stays short.
         return hmac.new(self.secret, f"{job}/{index}".encode(), hashlib.sha256).hexdigest()[:32]
 
     def is_signed(self, job: str, index: int, token: str) -> bool:
-        """Return whether the token belongs to the image."""
+        """Return whether a token is valid for an image."""
         # Constant time: a response time that depends on the first wrong byte would reveal the token.
         return hmac.compare_digest(self.sign(job, index).encode(), token.encode())
 
@@ -52,7 +52,7 @@ class Signer:
 
 
 def describe_job(job: Job, signer: Signer, fraction: float = 0.0, waiting: int | None = None) -> dict[str, Any]:
-    """Return the JSON of a job; `waiting` is the number of older jobs in the queue."""
+    """Return a job as JSON; `waiting` is the number of older jobs in the queue."""
     images = (job.result or {}).get("images", [])
     error = None
     if job.error is not None:
@@ -74,7 +74,7 @@ def describe_job(job: Job, signer: Signer, fraction: float = 0.0, waiting: int |
 
 
 def describe_images(job: Job, contents: list[bytes], signer: Signer, *, as_url: bool, base: str) -> dict[str, Any]:
-    """Return the JSON response of OpenAI's image endpoints."""
+    """Return a job's images in the JSON format of OpenAI's image endpoints."""
     images = (job.result or {})["images"]
     data = []
     for index, (image, content) in enumerate(zip(images, contents, strict=True)):
@@ -94,7 +94,7 @@ def describe_images(job: Job, contents: list[bytes], signer: Signer, *, as_url: 
 
 
 def make_event(kind: str, job: Job, content: bytes, created: int, *, index: int, size: str, **extra: Any) -> bytes:
-    """Return an image event of OpenAI's streaming API, extended with the image's index in the job and its seed."""
+    """Return an image event for OpenAI's streaming API, extended with the image's index and seed."""
     data = {
         "type": kind,
         "b64_json": base64.b64encode(content).decode(),
@@ -112,12 +112,12 @@ def make_event(kind: str, job: Job, content: bytes, created: int, *, index: int,
 
 
 def write_event(kind: str, data: Mapping[str, Any]) -> bytes:
-    """Return an encoded server-sent event."""
+    """Encode a server-sent event."""
     return f"event: {kind}\ndata: {json.dumps(data)}\n\n".encode()
 
 
 def describe_model(facts: ModelFacts, created: int) -> dict[str, Any]:
-    """Return the JSON of a model in `/v1/models`."""
+    """Return a model's properties as JSON for `/v1/models`."""
     return {
         "id": facts.name,
         "object": "model",

@@ -36,11 +36,11 @@ _KEEP_ALIVE_S = 10.0
 
 
 class ClientGoneError(Exception):
-    """The client disconnected."""
+    """Raised when the client has disconnected."""
 
 
 class Service:
-    """A running service: accepts requests as jobs and follows them to their end."""
+    """A running service: accepts requests as jobs and tracks them until they end."""
 
     def __init__(
         self, settings: ServerSettings, make_transport: Callable[[ServerSettings], WorkerTransport] = WorkerProcess
@@ -121,16 +121,16 @@ class Service:
         return job
 
     async def find(self, request: Request, job_id: str) -> Job:
-        """Return a job of the client; raise if it does not exist or belongs to another client."""
+        """Return one of the client's jobs; raise if it does not exist or belongs to another client."""
         job = await run_in_threadpool(self.jobs.get, job_id, owner=str(request.state.owner))
         if job is None:
             raise ApiError(404, "job_not_found", "unknown job; it may have expired")
         return job
 
     async def follow(self, request: Request, job: Job) -> AsyncIterator[JobEvent | None]:
-        """Yield the events of a job until it ends, and None as a keep-alive.
+        """Yield a job's events until it ends, with None as a keep-alive.
 
-        Raise `ClientGoneError` if the client disconnects.
+        Raises `ClientGoneError` if the client disconnects.
         """
         # Subscribe before the first read of the state: a job that ends in between still wakes this request.
         with self.bus.subscribe(job.id) as events:
@@ -154,7 +154,7 @@ class Service:
                 disconnect.cancel()
 
     async def wait(self, request: Request, job: Job) -> Job:
-        """Wait until a job has ended, and return it."""
+        """Wait until a job has ended, and return its final state."""
         async for _ in self.follow(request, job):
             pass
         return await self.find(request, job.id)
@@ -169,11 +169,11 @@ class Service:
             raise ApiError(404, "job_not_found", "the images of the job have expired") from error
 
     async def describe(self, job: Job) -> dict[str, Any]:
-        """Return the JSON of a job."""
+        """Return a job as JSON."""
         return await run_in_threadpool(self._describe, job)
 
     async def describe_all(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-        """Return the JSON of several jobs."""
+        """Return several jobs as JSON."""
         return await run_in_threadpool(lambda: [self._describe(job) for job in jobs])
 
     def _describe(self, job: Job) -> dict[str, Any]:

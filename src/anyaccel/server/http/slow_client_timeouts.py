@@ -1,7 +1,7 @@
 """Timeouts for slow clients, which uvicorn lacks (https://github.com/Kludex/uvicorn/issues/157).
 
-uvicorn's `timeout_keep_alive` starts only after a response: a connection that sends nothing, or half of its headers,
-stays open forever (https://github.com/Kludex/uvicorn/pull/1192).
+uvicorn's `timeout_keep_alive` applies only after a response: a connection that sends nothing, or only part of its
+headers, stays open forever (https://github.com/Kludex/uvicorn/pull/1192).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TIMEOUT_RESPONSE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\nconte
 
 
 class SlowClientProtocol(H11Protocol):
-    """uvicorn's protocol with timeouts for reading the request headers and for sending the response."""
+    """uvicorn protocol with timeouts for receiving the request headers and sending the response."""
 
     header_timeout_s: ClassVar[float] = 20.0
     """Seconds for the headers, from the start of the connection or the first byte of a later request."""
@@ -28,7 +28,7 @@ class SlowClientProtocol(H11Protocol):
     _send_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Start both timers for a new connection."""
+        """Start the header timer and the send timer for a new connection."""
         super().connection_made(transport)
         self._start_header_timer()
         self._check_progress(0)
@@ -51,7 +51,7 @@ class SlowClientProtocol(H11Protocol):
             self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop both timers."""
+        """Stop the header timer and the send timer."""
         self._stop_header_timer()
         if self._send_timer is not None:
             self._send_timer.cancel()

@@ -20,7 +20,7 @@ _LIMITS = ("max_queue", "max_n", "max_steps", "max_pixels", "max_prompt")
 
 @router.get("/healthz", summary="Liveness probe")
 async def is_alive() -> dict[str, str]:
-    """Respond as long as the process is alive, even without a worker."""
+    """Report that the process is alive, even if there is no worker."""
     return {"status": "alive"}
 
 
@@ -31,7 +31,7 @@ async def is_alive() -> dict[str, str]:
     responses={503: {"description": "Starting or shutting down"}},
 )
 async def is_ready(service: ServiceOf) -> Response:
-    """Return the progress of the start, with status 503 until the service is ready."""
+    """Return the startup progress, with status 503 until the service is ready."""
     start = service.dispatcher.start_state
     body = {"status": _find_state(service), "doing": start.message, "done": start.done, "total": start.total}
     return JSONResponse(body, 200 if service.dispatcher.is_ready() and not service.draining else 503)
@@ -52,7 +52,7 @@ async def show_metrics(service: ServiceOf) -> Response:
 
 @router.get("/v1/status", summary="Models with their plans, the queue and the limits")
 async def show_status(service: ServiceOf) -> dict[str, Any]:
-    """Return the status that the web page shows."""
+    """Return the status shown on the web page."""
     dispatcher = service.dispatcher
     models = [
         {"name": facts.name, "device": facts.device, "virtual": facts.virtual, "plan": facts.plan}

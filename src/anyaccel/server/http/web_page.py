@@ -40,5 +40,5 @@ async def show_style() -> Response:
 
 @router.get("/page.js", response_model=None)
 async def show_script() -> Response:
-    """Return the script."""
+    """Return the web page's JavaScript."""
     return Response(_read("page.js"), media_type="text/javascript; charset=utf-8", headers=_HEADERS)

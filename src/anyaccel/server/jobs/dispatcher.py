@@ -1,4 +1,4 @@
-"""The dispatcher: sends jobs to a worker, records their outcome, and replaces a worker that died or hangs."""
+"""Dispatcher: sends jobs to a worker, records their outcomes, and replaces a worker that dies or hangs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _DEADLINE_ERROR = ("deadline_exceeded", "the deadline passed before the images w
 
 @dataclass
 class StartState:
-    """Progress of starting the worker."""
+    """Startup progress of the worker."""
 
     state: Literal["starting", "ready", "broken"] = "starting"
     done: int = 0
@@ -71,9 +71,9 @@ class _DispatchedJob:
 
 
 class Dispatcher:
-    """Supervises the worker from a thread of the service.
+    """Dispatcher that supervises the worker from a thread of the service.
 
-    Every state change is stored before subscribers are notified of it.
+    Each state change is stored before subscribers are notified.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Dispatcher:
         self._thread = threading.Thread(target=self._supervise, name="dispatcher", daemon=True)
 
     def start(self) -> None:
-        """Requeue the jobs that were running when the service last exited, and start the worker."""
+        """Requeue the jobs that were running when the service last exited, and start supervising a worker."""
         for job in self.jobs.recover():
             self.bus.publish(job.id, JobEvent("state"))
         self._thread.start()
@@ -113,7 +113,7 @@ class Dispatcher:
         return self.start_state.state == "ready" and not self.stopping
 
     def wake(self) -> None:
-        """Send queued jobs to the worker until it is full."""
+        """Send queued jobs to the worker until it has no more capacity."""
         # HTTP threads call this too: without the lock, two threads could fill the same capacity.
         with self.lock:
             if self.start_state.state != "ready" or self._transport is None:
@@ -126,7 +126,7 @@ class Dispatcher:
                 self.bus.publish(job.id, JobEvent("state"))
 
     def cancel(self, job_id: str) -> Job:
-        """Cancel a job: immediately if it is queued, at its next step if it is running."""
+        """Cancel a queued job immediately, or a running job at its next step."""
         previous = self.jobs.get(job_id)
         job = self.jobs.cancel(job_id)
         if job.state == "running":
@@ -137,7 +137,7 @@ class Dispatcher:
         return job
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no job is queued or running; return False after `timeout_s` seconds."""
+        """Wait until no job is queued or running; return False if that takes longer than `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if not self.jobs.count("queued") and not self.jobs.count("running"):
@@ -146,7 +146,10 @@ class Dispatcher:
         return False
 
     def stop(self) -> None:
-        """Terminate the worker and requeue its jobs for the next start; the attempt does not count."""
+        """Terminate the worker and requeue its jobs for the next start of the service.
+
+        The interrupted attempts do not count.
+        """
         self.stopping = True
         with self.lock:
             transport = self._transport
@@ -207,7 +210,10 @@ class Dispatcher:
         return was_ready
 
     def _receive_messages(self, transport: WorkerTransport) -> bool:
-        """Handle messages until the transport ends, hangs or the service stops; return whether it became ready."""
+        """Handle messages until the transport ends or hangs, or the service stops.
+
+        Returns whether the transport became ready.
+        """
         was_ready, cleaned_at = False, time.monotonic()
         self.last_message = self.last_progress = time.monotonic()
         while not self.stopping:
@@ -248,7 +254,7 @@ class Dispatcher:
         self.jobs.expire(older_than_s=limits.keep_s, max_bytes=limits.keep_bytes)
 
     def _hangs(self) -> bool:
-        """Return whether the worker has been silent for `hang_s` seconds, or has jobs and made no progress."""
+        """Return whether, for `hang_s` seconds, the worker has sent no message or made no progress on its jobs."""
         with self.lock:
             since = self.last_progress if self.running else self.last_message
             return time.monotonic() - min(since, self.last_message) > self.settings.limits.hang_s
@@ -268,7 +274,7 @@ class Dispatcher:
         self._requeue()
 
     def _requeue(self, *, count_attempt: bool = True) -> None:
-        """Requeue all running jobs, or fail those without attempts left. No worker may be running."""
+        """Requeue all running jobs, and fail those that have no attempts left. No worker may be running."""
         for job in self.jobs.requeue(count_attempt=count_attempt):
             self.bus.forget(job.id)
             self._notify_end(job) if job.state in ENDED else self.bus.publish(job.id, JobEvent("state"))
@@ -357,7 +363,10 @@ class Dispatcher:
         self.bus.publish(job.id, JobEvent("state"))
 
     def _cancel_overdue_jobs(self) -> None:
-        """Cancel jobs after their deadline, counted from when they were accepted or the service started."""
+        """Cancel jobs that have exceeded their deadline.
+
+        The time starts when a job is accepted, or when the service starts if that is later.
+        """
         now = time.time()
         # Requeued jobs are often older than the deadline: a restart gives them the full time again.
         if now - self.started_at < self.settings.limits.deadline_s:

@@ -18,7 +18,7 @@ _MAX_QUEUED = 64
 
 @dataclass(frozen=True)
 class JobEvent:
-    """A change of a job's state or progress, with the image of a `preview` or `made` event."""
+    """Change in a job's state or progress; `preview` and `made` events contain an image."""
 
     kind: Literal["step", "preview", "made", "state"]
     index: int = 0
@@ -40,17 +40,20 @@ class Progress:
     """Events with previews and finished images."""
 
     def to_events(self) -> list[JobEvent]:
-        """Return the events for a late subscriber."""
+        """Return events that describe the current progress to a late subscriber."""
         steps = [JobEvent("step", index, done, total) for index, (done, total) in self.steps.items()]
         return [*steps, *self.images]
 
     def fraction(self, images: int) -> float:
-        """Return the finished fraction of all steps of `images` images."""
+        """Return the completed fraction of the steps for `images` images."""
         return sum(done / total for done, total in self.steps.values() if total) / max(1, images)
 
 
 class Subscription:
-    """Queue of a job's events for one HTTP request. Must be created in the event loop that reads it."""
+    """Queue of a job's events for one HTTP request.
+
+    Must be created in the event loop that reads it.
+    """
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -58,7 +61,7 @@ class Subscription:
         self.available = asyncio.Event()
 
     async def next(self, timeout_s: float) -> JobEvent | None:
-        """Wait for the next event; return None after `timeout_s` seconds."""
+        """Wait for the next event; return None if none arrives within `timeout_s` seconds."""
         if not self.queued:
             self.available.clear()
             try:
@@ -74,7 +77,7 @@ class Subscription:
         return events
 
     def put(self, event: JobEvent) -> None:
-        """Queue an event. Not thread-safe: call it in the event loop's thread."""
+        """Add an event to the queue. Not thread-safe: call it only from the event loop's thread."""
         if len(self.queued) >= _MAX_QUEUED:
             # Never drop `state` events: a reader that misses the last one would wait forever.
             droppable = next((queued for queued in self.queued if queued.kind in ("step", "preview")), None)
@@ -85,7 +88,7 @@ class Subscription:
 
 
 class EventBus:
-    """Subscriptions and progress of all jobs."""
+    """Event subscriptions and progress for all jobs."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -94,7 +97,7 @@ class EventBus:
 
     @contextmanager
     def subscribe(self, job: str) -> Iterator[Subscription]:
-        """Subscribe to a job in a `with` block, starting with its current progress."""
+        """Subscribe to a job's events within the `with` block, starting with its current progress."""
         subscription = Subscription()
         # One critical section: an event published between the two steps would be lost or delivered twice.
         with self.lock:
@@ -112,7 +115,7 @@ class EventBus:
                     del self.subscriptions[job]
 
     def publish(self, job: str, event: JobEvent) -> None:
-        """Send an event to all subscribers of a job, from any thread."""
+        """Send an event to all subscribers of a job. Thread-safe."""
         with self.lock:
             if event.kind != "state":
                 progress = self.progress.setdefault(job, Progress())
@@ -126,7 +129,7 @@ class EventBus:
                 subscription.loop.call_soon_threadsafe(subscription.put, event)
 
     def wake_all(self) -> None:
-        """Make all subscribers read the state of their job again."""
+        """Notify all subscribers, so that they read the state of their jobs again."""
         with self.lock:
             jobs = list(self.subscriptions)
         for job in jobs:

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: one span per job, with child spans for its time in the queue and its run time."""
+"""OpenTelemetry traces: one span per job, with child spans for its queue time and run time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_PARENTS = 10_000
 
 
 class JobTraces:
-    """Sends spans to an OTLP/HTTP endpoint; does nothing without one."""
+    """Exporter that sends job spans to an OTLP/HTTP endpoint; does nothing if no endpoint is configured."""
 
     def __init__(self, endpoint: str | None) -> None:
         self.tracer: Any = None
@@ -40,7 +40,7 @@ class JobTraces:
         self.tracer = self.provider.get_tracer("anyaccel")
 
     def read_parent(self, headers: dict[str, str]) -> Any:
-        """Return the trace context of a request's `traceparent` header."""
+        """Extract the trace context from a request's `traceparent` header."""
         if self.tracer is None:
             return None
         from opentelemetry.propagate import extract
@@ -55,7 +55,7 @@ class JobTraces:
                     self.parents[job] = parent
 
     def record_end(self, job: Job) -> None:
-        """Send the spans of an ended job."""
+        """Send the spans for a job that has ended."""
         if self.tracer is None:
             return
         from opentelemetry.trace import set_span_in_context

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the service. No label contains a prompt, a key or a job id."""
+"""Prometheus metrics for the service. Labels never contain prompts, keys or job ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CALLS = (1, 2, 4, 8, 16, 32)
 
 
 class Metrics:
-    """Metrics of one service."""
+    """Prometheus metrics for one service."""
 
     def __init__(self, jobs: JobStore) -> None:
         self.registry = CollectorRegistry()
@@ -54,7 +54,7 @@ class Metrics:
         self.models_loaded = Gauge("anyaccel_models_loaded", "Models in memory", registry=registry)
 
     def record_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Record the memory use of the worker and its batches."""
+        """Record a worker's memory use and batch sizes."""
         if heartbeat.device_bytes is not None:
             self.device_bytes.set(heartbeat.device_bytes)
         self.worker_bytes.set(heartbeat.host_bytes)
@@ -65,7 +65,7 @@ class Metrics:
                 self.round_calls.observe(calls)
 
     def record_end(self, job: Job) -> None:
-        """Record the outcome and the durations of an ended job."""
+        """Record the outcome and durations of a job that has ended."""
         self.jobs_ended.labels(job.state, (job.error or {}).get("code", "")).inc()
         # The clock may have been set back: a negative duration would corrupt the sum.
         if job.ended is not None:
@@ -79,13 +79,13 @@ class Metrics:
 
 
 class _QueueCollector(Collector):
-    """Numbers of queued and running jobs, read from the store at each scrape."""
+    """Collector for the numbers of queued and running jobs, read from the store on each scrape."""
 
     def __init__(self, jobs: JobStore) -> None:
         self.jobs = jobs
 
     def collect(self) -> list[GaugeMetricFamily]:
-        """Return the current gauges."""
+        """Return gauges with the current numbers of jobs."""
         return [
             GaugeMetricFamily("anyaccel_jobs_queued", "Jobs in the queue", value=self.jobs.count("queued")),
             GaugeMetricFamily("anyaccel_jobs_running", "Jobs that are running", value=self.jobs.count("running")),

@@ -1,8 +1,9 @@
-"""SQLite job store. Every request is committed before it is answered, so an accepted job survives a crash.
+"""SQLite job store.
 
-A job is `queued`, then `running`, and ends as `done`, `failed` or `cancelled`. If the process is killed, the next one
-finds each job in one of these states, and `recover` requeues running jobs once. A service that shuts down normally
-requeues them itself, and that attempt does not count.
+Each request is committed before it is answered, so an accepted job survives a crash. A job is `queued`, then `running`,
+and ends as `done`, `failed` or `cancelled`. If the process is killed, the next one finds each job in one of these
+states, and `recover` requeues running jobs once. A service that shuts down normally requeues its running jobs itself,
+and the interrupted attempts do not count.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, created);
 
 
 class QueueFullError(Exception):
-    """The queue has `max_queue` jobs."""
+    """Raised when the queue already contains `max_queue` jobs."""
 
 
 class KeyTakenError(Exception):
-    """The idempotency key was used for a different request."""
+    """Raised when an idempotency key was already used for a different request."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Job:
 
 
 class JobStore:
-    """Job database and files in one folder. Only one process can open the folder."""
+    """Job database and files in one folder, which only one process can open at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -106,7 +107,7 @@ class JobStore:
             raise
 
     def close(self) -> None:
-        """Close the database and release the folder."""
+        """Close the database and release the lock on the folder."""
         with self._lock:
             self._database.close()
             self._file_lock.close()
@@ -124,9 +125,9 @@ class JobStore:
     ) -> tuple[Job, bool]:
         """Store a request and its input files; return the job and whether it is new.
 
-        If `key` was used before, return the existing job, or raise `KeyTakenError` if the request is different.
-        Requests are compared by `request_digest`, by default the digest of `request`. The service passes the digest of
-        the body as sent, because it adds values such as a random seed to `request`.
+        If `key` was used before, returns the existing job, or raises `KeyTakenError` if the request is different.
+        Requests are compared by `request_digest`, which defaults to the digest of `request`. The service passes the
+        digest of the body as sent by the client, because `request` contains added values such as a random seed.
         """
         text = json.dumps(request, sort_keys=True)
         request_digest = request_digest or hashlib.sha256(text.encode()).hexdigest()
@@ -157,7 +158,10 @@ class JobStore:
         return existing, False
 
     def take(self, fits: Callable[[Job], bool] = lambda job: True) -> Job | None:
-        """Mark the next queued job as running and return it; return None if there is none or it does not fit."""
+        """Mark the next queued job as running and return it.
+
+        Returns None if the queue is empty or the next job does not fit.
+        """
         with self._writing():
             # If the first job does not fit, none is taken: smaller jobs would overtake a large one forever.
             job = self._find(
@@ -199,7 +203,7 @@ class JobStore:
         return job
 
     def fail(self, job_id: str, error: Mapping[str, Any]) -> Job:
-        """Mark a job as failed, unless it has ended."""
+        """Mark a job as failed; do nothing if it has already ended."""
         with self._writing():
             if self._get(job_id).state not in ENDED:
                 self._end(job_id, "failed", error=json.dumps(error))
@@ -223,7 +227,7 @@ class JobStore:
             return self._get(job_id)
 
     def delete(self, job_id: str) -> None:
-        """Delete an ended job and its files."""
+        """Delete a job and its files; raise if the job has not ended."""
         with self._writing():
             if self._get(job_id).state not in ENDED:
                 raise UsageError(f"{job_id} has not ended", hint="cancel it first")
@@ -231,9 +235,10 @@ class JobStore:
         shutil.rmtree(self._folder_of(job_id), ignore_errors=True)
 
     def requeue(self, *, count_attempt: bool = True) -> list[Job]:
-        """Requeue running jobs and return them; fail those without attempts left, and end cancelled ones.
+        """Requeue running jobs; fail those with no attempts left and end those marked for cancellation.
 
-        With `count_attempt=False`, used by a normal shutdown, the interrupted attempt does not count.
+        Returns all of these jobs. With `count_attempt=False`, used by a normal shutdown, the interrupted attempt does
+        not count.
         """
         with self._writing():
             job_ids = [row["id"] for row in self._database.execute("SELECT id FROM jobs WHERE state = 'running'")]
@@ -251,7 +256,7 @@ class JobStore:
             return [self._get(job_id) for job_id in job_ids]
 
     def recover(self) -> list[Job]:
-        """Requeue the running jobs of a killed process, remove orphaned files, and return the requeued jobs."""
+        """Requeue jobs left running by a killed process, remove orphaned files, and return the requeued jobs."""
         requeued = self.requeue()
         with self._lock:
             rows = self._database.execute("SELECT id, state FROM jobs").fetchall()
@@ -266,7 +271,7 @@ class JobStore:
         return requeued
 
     def overdue(self, since: float) -> list[Job]:
-        """Return the unfinished jobs that were accepted before `since`, in seconds since the epoch."""
+        """Return the unfinished jobs accepted before `since`, a Unix timestamp."""
         with self._lock:
             rows = self._database.execute(
                 "SELECT * FROM jobs WHERE state IN ('queued', 'running') AND created < ?", (since,)
@@ -274,7 +279,7 @@ class JobStore:
         return [_read_job(row) for row in rows]
 
     def expire(self, *, older_than_s: float, max_bytes: int) -> int:
-        """Delete ended jobs that are too old or exceed the total size, oldest first; return their number."""
+        """Delete ended jobs that are too old, and the oldest ones beyond `max_bytes`; return the number deleted."""
         now = time.time()
         with self._lock:
             rows = self._database.execute(
@@ -299,7 +304,7 @@ class JobStore:
         return job if job is not None and owner in (None, job.owner) else None
 
     def list(self, *, owner: str | None = None, limit: int = 100, before: Job | None = None) -> list[Job]:
-        """Return the newest jobs, or the newest ones that are older than `before`."""
+        """Return the newest jobs, newest first; with `before`, only jobs that are older than it."""
         latest = None if before is None else before.created
         with self._lock:
             rows = self._database.execute(
@@ -323,12 +328,12 @@ class JobStore:
             return int(self._database.execute("SELECT COUNT(*) FROM jobs WHERE state = ?", (state,)).fetchone()[0])
 
     def find_file(self, job: Job, file: str) -> Path | None:
-        """Return the path of a result file of a finished job, or None if it has no such file."""
+        """Return the path of a finished job's result file, or None if there is no such file."""
         files = (job.result or {}).get("files", [])
         return self._folder_of(job.id) / file if job.state == "done" and file in files else None
 
     def list_inputs(self, job: Job) -> dict[str, Path]:
-        """Return the paths of a job's input files by name."""
+        """Return the paths of a job's input files, keyed by name."""
         folder = self._inputs_of(job.id)
         return {file.name: file for file in sorted(folder.iterdir())} if folder.is_dir() else {}
 
@@ -342,7 +347,7 @@ class JobStore:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Run the block as one transaction."""
+        """Run the `with` block as one transaction."""
         with self._lock:
             # IMMEDIATE acquires the write lock now. A deferred transaction acquires it at its first write, where it can
             # fail with SQLITE_BUSY after it has read: https://www.sqlite.org/lang_transaction.html
@@ -375,7 +380,10 @@ class JobStore:
 
 
 def _open_database(file: Path) -> sqlite3.Connection:
-    """Open or create the database; raise, without changing the file, if it is damaged or of another version."""
+    """Open or create the database.
+
+    Raises, without changing the file, if it is damaged or was written by another version.
+    """
     file.touch(mode=0o600)  # prompts are private
     database = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=30)
     try:

@@ -1,1 +1,1 @@
-"""The worker process: it loads models, runs jobs and reports to the dispatcher."""
+"""Worker process: loads models, runs jobs and reports to the dispatcher."""

@@ -1,7 +1,7 @@
-"""Progress, cancellation and previews of a running pipeline call.
+"""Progress, cancellation and previews for a running pipeline call.
 
-Every denoising pipeline calls its scheduler's `step`, but not every pipeline supports callbacks. A light copy of a
-pipeline has its own scheduler, so overriding `step` there observes exactly one call.
+Every denoising pipeline calls its scheduler's `step`, but not every pipeline supports callbacks. A lightweight copy of
+a pipeline has its own scheduler, so an override of that scheduler's `step` observes exactly one call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FLOW = "flow_prediction"
 
 @dataclass
 class StepObserver:
-    """Callbacks for the steps of one image."""
+    """Callbacks for the denoising steps of one image."""
 
     on_step: Callable[[int, int], None]
     on_preview: Callable[[Image.Image], None] | None = None
@@ -37,20 +37,20 @@ class StepObserver:
     previews_sent: int = 0
 
     def restart(self) -> None:
-        """Reset to step 0; previews that were already sent are not sent again."""
+        """Reset the step count to 0; previews that were already sent are not sent again."""
         self.steps_done = 0
 
     def is_preview_due(self, total: int) -> bool:
-        """Return whether a preview is due after the next of `total` steps."""
+        """Return whether a preview is due after the next step of `total` steps."""
         has_previews = self.on_preview is not None and self.previews_sent < len(self.preview_fractions)
         return has_previews and (self.steps_done + 1) / total >= self.preview_fractions[self.previews_sent]
 
 
 @contextmanager
 def observing_steps(pipe: Any, observer: StepObserver, size: tuple[int, int]) -> Iterator[None]:
-    """Report every scheduler step of a pipeline in a `with` block to an observer.
+    """Report each scheduler step of a pipeline to an observer within the `with` block.
 
-    The scheduler must not be shared with another call: use a light copy of the pipeline.
+    The scheduler must not be shared with another call: use a lightweight copy of the pipeline.
     """
     components = find_components(pipe).values()
     schedulers = [component for component in components if hasattr(component, "step") and hasattr(component, "config")]
@@ -61,7 +61,7 @@ def observing_steps(pipe: Any, observer: StepObserver, size: tuple[int, int]) ->
 
 
 class _ObservedStep:
-    """Override of a scheduler's `step` that reports to the observer, or raises if the observer is stopped."""
+    """Override of a scheduler's `step` that reports to an observer, or raises if the call has been cancelled."""
 
     def __init__(self, pipe: Any, observer: StepObserver, size: tuple[int, int]) -> None:
         self.pipe, self.observer, self.size = pipe, observer, size
@@ -97,7 +97,7 @@ def _estimate_from_step(scheduler: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def estimate_clean(scheduler: Any, output: torch.Tensor, timestep: Any, sample: torch.Tensor) -> torch.Tensor | None:
-    """Estimate the clean latents from one model output, or return None for an unsupported prediction type."""
+    """Estimate the clean latents from a model output; return None for an unsupported prediction type."""
     prediction = str(getattr(scheduler.config, "prediction_type", _FLOW))
     if prediction == "sample":
         return output
@@ -136,7 +136,7 @@ def _sigma_at(scheduler: Any, timestep: Any) -> float:
 
 
 def decode_estimate(pipe: Any, clean: torch.Tensor, size: tuple[int, int]) -> Image.Image | None:
-    """Decode estimated latents as the pipeline decodes its final ones; return None if the layout is not supported."""
+    """Decode estimated latents as the pipeline would; return None if their layout is not supported."""
     try:
         with torch.no_grad():
             return _decode(pipe, clean, size)

@@ -15,7 +15,7 @@ SUFFIXES = {"png": ".png", "jpeg": ".jpg", "webp": ".webp"}
 # The field names are JSON keys in the job database: renaming one breaks the jobs stored there.
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """Validated parameters of one job, with defaults filled in."""
+    """Validated parameters of a job, including default values."""
 
     task: Task
     model: str
@@ -35,15 +35,15 @@ class JobSpec:
     output_compression: int = 95
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
+        """Return the job spec as a JSON-serializable dict."""
         return {**asdict(self), "seeds": list(self.seeds)}
 
     def pipeline_kwargs(self) -> dict[str, Any]:
-        """Return the pipeline arguments, without the prompt, the seed, the size and the input images."""
+        """Return the pipeline arguments, excluding the prompt, seed, size and input images."""
         names = ("negative_prompt", "num_inference_steps", "guidance_scale", "strength")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 def read_job_spec(values: Mapping[str, Any]) -> JobSpec:
-    """Return the job spec for the values from `JobSpec.to_dict`."""
+    """Create a job spec from the output of `JobSpec.to_dict`."""
     return JobSpec(**{**values, "seeds": tuple(values["seeds"])})

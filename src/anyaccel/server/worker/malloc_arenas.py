@@ -1,7 +1,7 @@
-"""Workaround for host memory growth in worker processes that run for weeks.
+"""Workaround for growing host memory use in long-running worker processes.
 
-glibc gives each thread its own malloc arena and does not return freed memory from it, so a worker with many threads
-grows until every arena has held its largest image. macOS, musl and Windows are not affected.
+glibc gives each thread its own malloc arena and does not return memory that is freed in it. A worker with many threads
+therefore grows until every arena has held its largest image. macOS, musl and Windows are not affected.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _M_ARENA_MAX = -8  # from malloc.h; see https://man7.org/linux/man-pages/man3/ma
 
 
 def use_one_malloc_arena() -> None:
-    """Make threads that start later share one malloc arena."""
+    """Make all threads started from now on share one malloc arena."""
     # Contention does not matter: the threads wait for the device far longer than for the allocator.
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)

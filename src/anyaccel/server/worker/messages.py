@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RunJob:
-    """Generate the images of a job."""
+    """Request to generate the images of a job."""
 
     job: str
     spec: Mapping[str, Any]
@@ -39,7 +39,7 @@ class RunJob:
 
 @dataclass(frozen=True)
 class CancelJob:
-    """Stop a job at its next step."""
+    """Request to stop a job at its next step."""
 
     job: str
 
@@ -90,14 +90,14 @@ class LoadProgress:
 
 @dataclass(frozen=True)
 class ModelsReady:
-    """All models have been loaded and warmed up once."""
+    """Message sent when all models have been loaded and warmed up once."""
 
     models: tuple[ModelFacts, ...]
 
 
 @dataclass(frozen=True)
 class LoadFailed:
-    """The worker cannot start."""
+    """Message sent when the worker cannot start."""
 
     message: str
     hint: str
@@ -106,14 +106,14 @@ class LoadFailed:
 # Only a pool of workers sends the next two messages. The dispatcher itself replaces a single worker that died.
 @dataclass(frozen=True)
 class NotReady:
-    """A pool of workers has no worker left and waits for new ones."""
+    """Message sent when a pool has no workers left and is waiting for new ones."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class WorkerLost:
-    """One worker of a pool ended; the others run its jobs."""
+    """Message sent when one worker in a pool has ended; other workers take over its jobs."""
 
     worker: str
     message: str
@@ -122,7 +122,7 @@ class WorkerLost:
 # Messages about a job. The dispatcher drops those that arrive after the job has ended.
 @dataclass(frozen=True)
 class StepDone:
-    """Progress of one image: a denoising step is done."""
+    """Message sent when a denoising step of an image is done."""
 
     job: str
     index: int
@@ -159,7 +159,7 @@ class ImageDone:
 
 @dataclass(frozen=True)
 class JobFailed:
-    """A job failed. `code` and `status` are those of the HTTP error."""
+    """Message sent when a job has failed, with the `code` and `status` for the HTTP error."""
 
     job: str
     code: str
@@ -169,7 +169,7 @@ class JobFailed:
 
 @dataclass(frozen=True)
 class JobStopped:
-    """A job has stopped after `CancelJob`."""
+    """Message sent when a job has stopped after `CancelJob`."""
 
     job: str
 
@@ -178,7 +178,7 @@ class JobStopped:
 # therefore does not count it as progress.
 @dataclass(frozen=True)
 class Heartbeat:
-    """Memory use and batch sizes, sent every second."""
+    """Memory use and batch sizes of a worker, sent every second."""
 
     device_bytes: int | None
     """Used device memory; None if the driver cannot measure it."""

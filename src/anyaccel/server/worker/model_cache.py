@@ -1,4 +1,4 @@
-"""Cache of loaded models: loads on demand, and evicts the least recently used models when memory is short."""
+"""Cache of models: loads them on demand, and evicts the least recently used ones when memory is low."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _POLL_S = 0.05
 
 
 class ModelCache:
-    """Models in memory. Only models that no call uses are evicted."""
+    """Cache of the models in memory. Only models that are not in use are evicted."""
 
     def __init__(self, settings: ServerSettings, load: Callable[[ServedName], ServedModel]) -> None:
         self.settings, self.load = settings, load
@@ -41,9 +41,9 @@ class ModelCache:
 
     @contextmanager
     def using(self, name: str, is_stopped: Callable[[], bool] = lambda: False) -> Iterator[ServedModel]:
-        """Load a model if necessary, and keep it in memory in a `with` block.
+        """Load a model if necessary, and keep it in memory for the duration of the `with` block.
 
-        Raise `StoppedError` if `is_stopped` becomes true while waiting for the model.
+        Raises `StoppedError` if `is_stopped` becomes true during the wait for the model.
         """
         model = self._acquire(name, is_stopped)
         try:

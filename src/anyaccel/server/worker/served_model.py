@@ -1,4 +1,4 @@
-"""A served model: loaded, warmed up and shared by concurrent calls."""
+"""A model that is loaded, warmed up and shared by concurrent calls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _WARM_UP_STEPS = 4
 
 
 class UnsafeContentError(Exception):
-    """The model's safety checker rejected the image."""
+    """Raised when the model's safety checker rejects an image."""
 
 
 class ServedModel:
@@ -97,7 +97,7 @@ class ServedModel:
     def generate(
         self, spec: JobSpec, index: int, inputs: Mapping[str, Image.Image], observer: StepObserver
     ) -> tuple[Image.Image, ImageMetadata]:
-        """Generate one image of a job."""
+        """Generate one image of a job; return it with its metadata."""
         self.last_used = time.monotonic()
         pipe = self.pipes[spec.task]
         call = self._make_call(spec, inputs)
@@ -126,7 +126,7 @@ class ServedModel:
         return () if placement is None else placement.denoisers
 
     def close(self) -> None:
-        """Disable batching and restore the models' own forwards."""
+        """Disable batching and restore the original forward of each model."""
         if self.shared is not None:
             self.shared.close()
             self.shared = None
@@ -144,7 +144,7 @@ class ServedModel:
     def _run_shared(
         self, pipe: Any, call: dict[str, Any], spec: JobSpec, observer: StepObserver, size: tuple[int, int]
     ) -> Any:
-        """Run a call concurrently with others, or return None if it must run exclusively."""
+        """Run a call concurrently with others; return None if it must run again exclusively."""
         with self.lock.acquire(_adapter_of(spec), is_stopped=observer.is_stopped):
             if self.shared is None:  # an exclusive call disabled batching while this call waited
                 return None
@@ -191,7 +191,7 @@ class ServedModel:
             self._set_concurrency(1)
 
     def _warm_up(self) -> None:
-        """Generate one image per size, and detect which model components can batch concurrent calls."""
+        """Generate one image per configured size, and detect which model components can batch concurrent calls."""
         for width, height in self.sizes:
             self.pipe(**self._warm_up_call(_PROMPTS[0], width, height, _WARM_UP_STEPS), seed=0)
         self._set_concurrency(1)
@@ -221,13 +221,14 @@ class ServedModel:
         self._set_concurrency(max_calls)
 
     def _set_concurrency(self, max_concurrent: int) -> None:
-        """Set the number of images that are generated concurrently."""
+        """Set the maximum number of images that share a batch."""
         self.max_concurrent, self.lock.max_holders = max_concurrent, compute_max_in_flight(max_concurrent)
 
     def _remove_failing_tasks(self) -> None:
-        """Run each derived pipeline once and remove those that fail.
+        """Run each derived pipeline once, and remove the tasks that fail.
 
-        `AutoPipeline` chooses the class by model family, but that class may not support every model of the family.
+        `AutoPipeline` chooses a pipeline class by model family, but that class may not support every model in the
+        family.
         """
         width, height = self.sizes[0]
         for task, pipe in list(self.pipes.items()):
@@ -247,12 +248,12 @@ class ServedModel:
                 del self.pipes[task]
 
     def _is_static(self) -> bool:
-        """Return whether each size is compiled separately, so a new size would block all requests."""
+        """Return whether each image size is compiled separately, so that a new size would block all requests."""
         plan = self.pipe.plan
         return bool(plan.report.compiled_models or plan.compiler.value.static)
 
     def _find_max_calls(self) -> int:
-        """Return how many images of the largest size fit into memory together, up to `max_batch`."""
+        """Return how many images of the largest configured size fit into memory together, up to `max_batch`."""
         placement = find_placement(self.pipe)
         assert placement is not None
         if placement.plan.images_per_call.value == 1:
@@ -295,7 +296,7 @@ class ServedModel:
         self.pipe.disable_lora()
 
     def _switch_adapter(self, adapter: str | None) -> None:
-        """Enable an adapter, or disable all of them. No call may be running."""
+        """Enable a LoRA adapter, or disable all adapters. No call may be running."""
         if adapter is None:
             self.pipe.disable_lora()
         else:

@@ -14,32 +14,35 @@ __all__ = ["WorkerProcess", "WorkerTransport"]
 
 # `cluster.serve.replica_pool` implements this interface for workers on Ray.
 class WorkerTransport(Protocol):
-    """Runs jobs in one or more workers and reports their progress with the classes of `messages`."""
+    """Interface for running jobs in one or more workers, which report progress with classes from `messages`."""
 
     self_healing: bool
     """Whether the transport itself replaces workers that hang or die; otherwise the dispatcher does."""
 
     def start(self) -> None:
-        """Start to load the models; the outcome arrives as `ModelsReady` or `LoadFailed`."""
+        """Start loading the models; a `ModelsReady` or `LoadFailed` message reports the outcome."""
 
     def send(self, message: RunJob | CancelJob) -> None:
-        """Send a message without waiting."""
+        """Send a message to the workers without waiting for an answer."""
 
     def receive(self, timeout_s: float) -> Any:
-        """Return the next message, or None after `timeout_s` seconds; raise EOFError if the transport has ended."""
+        """Return the next message, or None if none arrives within `timeout_s` seconds.
+
+        Raises `EOFError` if the transport has ended.
+        """
 
     def has_capacity(self, busy: int, images: int) -> bool:
         """Return whether `images` more images can start while `busy` are running."""
 
     def end(self) -> None:
-        """Terminate immediately. Safe to call from any thread and more than once."""
+        """Terminate all workers immediately. Safe to call from any thread and more than once."""
 
     def describe_end(self) -> str:
         """Return how the transport ended, such as `with status -9`, for the log."""
 
 
 class WorkerProcess(PipeWorker):
-    """One worker in a child process."""
+    """Transport with a single worker in a child process."""
 
     self_healing = False
 
@@ -48,7 +51,7 @@ class WorkerProcess(PipeWorker):
         self._max_in_flight = settings.max_in_flight
 
     def has_capacity(self, busy: int, images: int) -> bool:
-        """Return whether the device has capacity for the images of a job."""
+        """Return whether the worker has capacity for `images` more images while `busy` are running."""
         # A job with more images than the limit never fits: it starts when nothing else runs.
         return busy == 0 or busy + images <= self._max_in_flight
 
@@ -59,5 +62,5 @@ class WorkerProcess(PipeWorker):
         self.wait()
 
     def describe_end(self) -> str:
-        """Return the exit status."""
+        """Return a description of the process's exit status, for the log."""
         return f"with status {self.wait()}"

@@ -1,6 +1,7 @@
-"""The worker, which holds the models and generates the images outside the service's process.
+"""Worker that holds the models and generates images outside the service's process.
 
-It runs in a child process of the service, which exits when the pipe to the service closes, or in a Ray replica.
+It runs in a Ray replica or in a child process of the service. The child process exits when its pipe to the service
+closes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _PREVIEW_QUALITY = 80
 
 
 def run_worker(pipe: ParentPipe, settings: ServerSettings) -> None:
-    """Run jobs until the service exits. Entry point of the worker process."""
+    """Load the models and run jobs until the service exits. Entry point of the worker process."""
     # Process managers send SIGTERM to the whole process group; the service decides when the worker ends.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     use_one_malloc_arena()
@@ -69,7 +70,10 @@ def _run_messages(pipe: ParentPipe, worker: Worker) -> None:
 
 
 class Worker:
-    """Runs the jobs of a service on one device. Passes its messages to `send`, from several threads."""
+    """Worker that runs jobs for a service on one device.
+
+    It calls `send` with its messages from several threads.
+    """
 
     def __init__(self, settings: ServerSettings, send: Callable[[Any], None]) -> None:
         self.settings, self.send = settings, send
@@ -79,7 +83,7 @@ class Worker:
         self.ready = threading.Event()
 
     def load(self) -> tuple[ModelFacts, ...]:
-        """Load and warm up every model once; models that do not fit together evict each other."""
+        """Load and warm up each model once; models that do not fit into memory together evict each other."""
         from anyaccel.library_logging import use_process_local_tqdm_lock
         from anyaccel.processes.gc_control import gc_paused
 
@@ -121,7 +125,7 @@ class Worker:
             stop_event.set()
 
     def beat(self) -> None:
-        """Send a heartbeat every second, forever."""
+        """Send a heartbeat every second. Never returns."""
         import psutil
 
         from anyaccel.errors import NotMeasurableError
@@ -152,7 +156,7 @@ class Worker:
 
 
 class _LoadReporter(ProgressListener):
-    """Sends the progress of loading one model to the service."""
+    """Progress listener that reports to the service while a model is loading."""
 
     def __init__(self, worker: Worker, name: str, total: int) -> None:
         self.worker, self.name, self.total = worker, name, total
@@ -163,7 +167,7 @@ class _LoadReporter(ProgressListener):
 
 
 class _WorkerJob:
-    """A running job. Each of its images runs in its own thread."""
+    """A running job, with one thread per image."""
 
     def __init__(self, worker: Worker, message: RunJob) -> None:
         from anyaccel.server.worker.job_spec import read_job_spec
@@ -251,7 +255,7 @@ def _read_images(inputs: Mapping[str, str | bytes]) -> dict[str, Any]:
 
 
 def _convert_image(image: Any) -> Any:
-    """Convert to RGB, apply the EXIF orientation and flatten transparency onto white."""
+    """Convert an image to RGB, apply its EXIF orientation and flatten transparency onto white."""
     from PIL import Image, ImageOps
 
     upright = ImageOps.exif_transpose(image)
@@ -266,7 +270,7 @@ def _convert_image(image: Any) -> Any:
 
 
 def _convert_mask(image: Any) -> Any:
-    """Convert to diffusers' convention, a grayscale mask that is white where the image changes.
+    """Convert a mask to the diffusers convention: grayscale, with white where the image changes.
 
     OpenAI's API uses the alpha channel instead: the image changes where the mask is transparent.
     """
