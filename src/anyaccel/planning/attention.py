@@ -1,4 +1,4 @@
-"""Attention: when a call is sliced, and into which shapes."""
+"""Attention slicing: when a call is sliced, and into which shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MARGIN = 2
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """How attention calls are changed."""
+    """Changes to attention calls: when to slice them, and whether to make their inputs contiguous."""
 
     max_scores: int | None = None
     """The largest number of scores (batch × heads × queries × keys) that runs unsliced; None for no limit."""
@@ -60,7 +60,7 @@ UNCHANGED_ATTENTION = AttentionRule()
 
 
 def choose_attention(sheet: Sheet, options: PlacementOptions, element_bytes: int) -> Decision[AttentionRule]:
-    """Slice calls that would exceed a size limit of the device, or all calls if the user requests it."""
+    """Return the attention rule: slice calls that exceed a device size limit, or all calls if requested."""
     # A limit with an open condition may not apply to this device, and slicing costs time.
     limits = [limit for limit in sheet.limits(SizeLimit).values() if not limit.conditional]
     amounts = [limit.amount // (element_bytes if limit.unit == "bytes" else 1) for limit in limits]

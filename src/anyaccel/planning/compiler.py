@@ -1,4 +1,4 @@
-"""The compiler of a device, and the execution mode of eager code."""
+"""Choice of the compiler and the execution mode for a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CompileRule", "choose_compiler", "choose_mode"]
 
 @dataclass(frozen=True)
 class CompileRule:
-    """The arguments of `torch.compile` for a device."""
+    """Arguments to `torch.compile` for a device."""
 
     backend: str
     """Empty if no compiler is known for the device."""
@@ -34,7 +34,7 @@ class CompileRule:
 
 
 def choose_compiler(sheet: Sheet) -> Decision[CompileRule]:
-    """Return the compiler that the sheet names; static if the device or the compiler has no dynamic shapes."""
+    """Return the compiler named in the sheet; shapes are static unless device and compiler support dynamic ones."""
     compiler = sheet.compiler
     if not isinstance(compiler, Compiler):
         return Decision(CompileRule(""), compiler.says)
@@ -45,7 +45,7 @@ def choose_compiler(sheet: Sheet) -> Decision[CompileRule]:
 
 
 def choose_mode(sheet: Sheet, options: PlacementOptions, environment: Mapping[str, str]) -> Decision[str]:
-    """Return the execution mode: the requested one, else the one set in the environment, else the sheet's first."""
+    """Return the execution mode: the requested one, else the one set in the environment, else the sheet's default."""
     modes = {mode.name: mode for mode in sheet.modes}
     if not modes:
         if options.mode not in (None, "eager"):

@@ -1,4 +1,4 @@
-"""A decision of a plan: a value and the reason for it."""
+"""A decision in a plan: a value and the reason for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Decision(Generic[T]):
-    """One line of a plan."""
+    """One decision in a plan, with its reason."""
 
     value: T
     reason: str
@@ -23,7 +23,7 @@ class Decision(Generic[T]):
 
 
 def _format(value: object) -> str:
-    """Return a value as it is printed: `yes`, `dtypes, noise`, `-` for nothing."""
+    """Format a value for printing: `yes`, `dtypes, noise`, `-` for nothing."""
     if value is None or value == () or value == "":
         return "-"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The dtype of a pipeline and of its components, and replacements for dtypes that a device lacks."""
+"""The dtypes of a pipeline and its components, and replacements for dtypes that a device lacks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def choose_dtype(
     options: PlacementOptions,
     half_precision_cost: Mapping[str, float] | None = None,
 ) -> Decision[str]:
-    """Return the dtype of the weights: the requested one, the loaded half precision, or the device's best.
+    """Return the weights' dtype: the one requested, the half precision they were loaded in, or the device's best.
 
-    `half_precision_cost` is the measured time of each half precision as a share of the time of float32.
+    `half_precision_cost` maps each half-precision dtype to its measured time relative to float32.
     """
     if options.dtype is not None:
         return _with_replacement(sheet, options.dtype, f"{options.dtype} was requested")
@@ -45,7 +45,7 @@ def choose_dtype(
 
 
 def find_smaller_dtype(sheet: Sheet, chosen: str, options: PlacementOptions) -> str | None:
-    """Return the dtype that the user allows if a pipeline does not fit in the chosen one; None if there is none."""
+    """Return the smaller dtype that the user allows if the pipeline does not fit in memory; None if there is none."""
     allowed = options.smallest_dtype
     if allowed is None or _is_rejected(sheet, allowed) or FLOATING_BYTES[allowed] >= FLOATING_BYTES.get(chosen, 2):
         return None
@@ -66,7 +66,7 @@ def _is_rejected(sheet: Sheet, name: str) -> bool:
 
 
 def _with_replacement(sheet: Sheet, name: str, reason: str) -> Decision[str]:
-    """Return the dtype itself, or the sheet's replacement if the device lacks it."""
+    """Return the named dtype, or the sheet's replacement if the device does not support it."""
     answer = sheet.dtype(name)
     replacement = sheet.adjusted_dtype(name)
     if replacement == name or not isinstance(answer, Limit):
@@ -98,7 +98,7 @@ def choose_component_dtypes(
 
 
 def choose_replacements(sheet: Sheet) -> Decision[tuple[tuple[str, str], ...]]:
-    """Return the replacement of each dtype that the device lacks: `(("float64", "float32"), …)`.
+    """Return the replacement for each dtype that the device lacks: `(("float64", "float32"), …)`.
 
     A complex dtype that the device rejects maps to `pairs`: two real tensors, the real and the imaginary part.
     """

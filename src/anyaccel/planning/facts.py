@@ -37,7 +37,7 @@ class ComponentFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineFacts:
-    """A pipeline and its components."""
+    """Facts about a pipeline and its components."""
 
     pipeline: str
     """The class: `StableDiffusionXLPipeline`."""

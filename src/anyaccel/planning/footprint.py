@@ -14,7 +14,7 @@ PHASES: tuple[Phase, ...] = ("encode", "denoise", "decode")
 
 @dataclass(frozen=True)
 class MemorySavings:
-    """Measures that reduce the memory of activations."""
+    """Techniques that reduce activation memory, such as VAE tiling and sliced attention."""
 
     vae_in_parts: bool = False
     """Whether the VAE processes one image at a time, and images larger than its training size in tiles."""
@@ -24,7 +24,7 @@ class MemorySavings:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """The weights of one model."""
+    """The size of one model's weights."""
 
     name: str
     """`transformer`, `vae`."""
@@ -38,7 +38,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class ModelCall:
-    """One forward call of one model."""
+    """One forward call of a model, and the memory it holds."""
 
     component: str
     phase: Phase
@@ -49,7 +49,7 @@ class ModelCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """The memory of one pipeline call, for one image count, size, dtype and set of savings."""
+    """Memory use of one pipeline call for a given image count, image size, dtype and set of memory savings."""
 
     pipeline: str
     dtype: str
@@ -71,11 +71,11 @@ class Footprint:
 
     @property
     def weights_bytes(self) -> int:
-        """The bytes of all weights."""
+        """Total size of all weights in bytes."""
         return sum(model.weights_bytes for model in self.models)
 
     def model(self, name: str) -> ModelSize:
-        """Return the model of that name."""
+        """Return the model with this name."""
         return next(model for model in self.models if model.name == name)
 
 

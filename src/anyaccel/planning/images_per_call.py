@@ -11,7 +11,7 @@ __all__ = ["choose_images_per_call"]
 
 
 def choose_images_per_call(sheet: Sheet, options: PlacementOptions) -> Decision[int | None]:
-    """Return 1 if batches are unreliable on the device, None (the whole batch) otherwise."""
+    """Return the requested count, 1 if batches are unreliable on the device, or None for the whole batch."""
     if options.images_per_call is not None:
         return Decision(options.images_per_call, "requested")
     # An unknown answer counts as reliable: one image per call would slow down every device without a report.

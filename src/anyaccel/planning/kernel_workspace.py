@@ -1,4 +1,4 @@
-"""Workspace memory of a device's kernels, and the rounding of its allocator.
+"""Workspace memory for a device's kernels, and the rounding done by its allocator.
 
 The constants were fitted to measurements on one H200 (benchmarks/results/memory_cuda.json).
 """
@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
-    """How much memory the operations of one device need besides their tensors."""
+    """Memory that a device's kernels need in addition to their input and output tensors."""
 
     fused_attention: bool = True
     """Whether attention never materializes all scores."""
@@ -53,7 +53,7 @@ class Workspace:
     def convolution_bytes(
         self, input_shape: Shape, weight: Shape, output_shape: Shape, element_bytes: int, channels_last: bool
     ) -> int:
-        """Return the workspace of one convolution with these shapes."""
+        """Return the workspace bytes for one convolution with these shapes."""
         # A 1x1 convolution is a matrix product and is not reordered.
         if not self.reordered_convolutions or len(input_shape) < 4 or math.prod(weight[2:]) == 1:
             return 0
@@ -63,9 +63,9 @@ class Workspace:
         return kernel + sum(_count_padded(shape) for shape in (input_shape, output_shape)) * element_bytes
 
     def attention_bytes(self, query: Shape, key: Shape, width: int, *, plain_mask: bool = True) -> int:
-        """Return the workspace of one attention call: a float32 sum per row if fused, all scores twice if not.
+        """Return the workspace bytes for one attention call: a float32 sum per row if fused, all scores twice if not.
 
-        Fused kernels fall back to the unfused one if the mask is not contiguous in its last dimension.
+        Attention falls back to the unfused kernel if the mask is not contiguous in its last dimension.
         """
         rows = math.prod(query[:-1])
         if self.fused_attention and plain_mask:
@@ -74,12 +74,12 @@ class Workspace:
 
 
 def _count_padded(shape: Shape) -> int:
-    """Return the number of elements with channels padded for half-precision kernels."""
+    """Return the element count after padding the channels for half-precision kernels."""
     return math.prod(shape) // shape[1] * -(-shape[1] // _CHANNELS) * _CHANNELS
 
 
 def read_workspace(sheet: Sheet, *, virtual: bool = False) -> Workspace:
-    """Return the workspace rules of a sheet; attention counts as unfused unless the sheet confirms it."""
+    """Return a sheet's workspace parameters; attention is assumed unfused unless the sheet says it is fused."""
     terms = sheet.memory if isinstance(sheet.memory, MemoryTerms) else None
     return Workspace(
         fused_attention=isinstance(sheet.fused_attention, Yes),

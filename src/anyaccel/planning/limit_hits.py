@@ -1,4 +1,4 @@
-"""The limits of a device that a traced model runs into."""
+"""Device limits that a traced model runs into."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["LimitHit", "TraceFacts", "find_limit_hits"]
 
 @dataclass
 class TraceFacts:
-    """Observations from tracing the models of a pipeline."""
+    """Facts collected while tracing a pipeline's models."""
 
     dtypes: set[str] = field(default_factory=set)
     """The dtypes of all tensors that were created."""
@@ -30,7 +30,7 @@ class TraceFacts:
 
 @dataclass(frozen=True)
 class LimitHit:
-    """A limit of a device that a model runs into."""
+    """A device limit that a model runs into."""
 
     name: str
     says: str
@@ -42,7 +42,7 @@ class LimitHit:
 def find_limit_hits(
     sheet: Sheet, trace: TraceFacts, images: int, *, product: str | None = None, mode: str = ""
 ) -> tuple[LimitHit, ...]:
-    """Return the limits of a sheet that certainly apply and that this model runs into at this size."""
+    """Return the limits that are known to apply to the device and that the traced model runs into."""
     hits = []
     for name, limit in sheet.limits(Limit).items():
         # A limit with an open condition is not reported: it may not apply to this device.

@@ -1,4 +1,4 @@
-"""Memory planning: whether a call fits on the device, and the fastest memory rule that makes it fit.
+"""Memory planning: whether a call fits on the device, and the fastest memory settings that make it fit.
 
 See docs/decisions/0006-memory.md.
 """
@@ -50,7 +50,7 @@ _FAR_TOO_LARGE = 8
 
 @dataclass(frozen=True)
 class MemoryRule:
-    """How a call uses memory."""
+    """Memory settings for a call: memory mode, activation savings and images per model call."""
 
     residence: Residence = "resident"
     savings: MemorySavings = PLAIN
@@ -68,7 +68,7 @@ class MemoryRule:
 
 @dataclass(frozen=True)
 class QuantizationOption:
-    """Quantized weights that would save memory; offered to the user because they change the image."""
+    """A quantization that would save memory; only suggested to the user, because it changes the image."""
 
     name: str
     component: str
@@ -78,7 +78,7 @@ class QuantizationOption:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The predicted memory of one call."""
+    """The predicted memory use of one call."""
 
     fits: bool
     capacity_bytes: int
@@ -102,7 +102,7 @@ class Forecast:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the forecast as JSON-compatible values."""
+        """Return the forecast as a JSON-compatible dict."""
         return {
             "fits": self.fits,
             "peak_bytes": self.peak_bytes,
@@ -121,7 +121,7 @@ class Forecast:
 
 
 def list_residences(*, unified_memory: bool, can_offload: bool = True) -> tuple[Residence, ...]:
-    """Return the possible residences, fastest first."""
+    """Return the available memory modes, fastest first."""
     # With unified memory, offloading a model to the CPU frees nothing: it has to go to disk.
     if unified_memory:
         return ("resident", "phase", "layer")
@@ -135,9 +135,9 @@ def list_rules(
     *,
     supports_tiling: bool = True,
 ) -> Iterator[MemoryRule]:
-    """Yield the rules to try, fastest first; options that the user set are part of all of them.
+    """Yield the memory settings to try, fastest first; all of them respect the options that the user set.
 
-    A batch is split before layers are streamed: smaller batches lose a little speed, streaming loses most of it.
+    Batches are split before layers are streamed: splitting costs a little speed, streaming costs most of it.
     """
     options = _list_savings(placement_options, supports_tiling)
     if placement_options.memory is not None:
@@ -176,9 +176,9 @@ def _halve(images: int) -> Iterator[int]:
 
 
 def predict(footprint: Footprint, residence: Residence, *, recorded: bool = False) -> dict[str, int]:
-    """Return the peak bytes of each phase: `load`, `encode`, `denoise`, `decode`.
+    """Return the peak memory of each phase in bytes: `load`, `encode`, `denoise`, `decode`.
 
-    With `recorded`, the activations of captured denoising graphs are held in all phases.
+    With `recorded`, the activations of captured denoising graphs count in every phase.
     """
     pinned = footprint.never_offloaded + (footprint.never_streamed if residence == "layer" else ())
     loaded = footprint.weights_bytes if residence == "resident" else _sum_weights(footprint, pinned)
@@ -206,9 +206,9 @@ def predict(footprint: Footprint, residence: Residence, *, recorded: bool = Fals
 
 
 def _offload_previous(footprint: Footprint, on_device: set[str], component: str) -> set[str]:
-    """Return the models on the device while a model runs with model CPU offload.
+    """Return the models that are on the device while `component` runs with model CPU offload.
 
-    accelerate's hook of a model offloads only the previous model of the sequence; any other one stays.
+    accelerate's hook for a model offloads only the previous model in the sequence; all others stay on the device.
     """
     if component in footprint.never_offloaded:
         return on_device
@@ -226,7 +226,7 @@ def _sum_weights(footprint: Footprint, names: tuple[str, ...]) -> int:
 def choose_memory(
     measure: Measure, images: int, capacity_bytes: int, rules: Iterable[MemoryRule]
 ) -> tuple[Decision[MemoryRule | None], dict[str, int]]:
-    """Return the first rule that fits, or None, and the peaks of that rule (of the smallest one for None)."""
+    """Return the first memory settings that fit, or None, with their peaks (for None, the lowest peaks found)."""
     candidates = list(rules)
     tried: list[tuple[int, MemoryRule, dict[str, int]]] = []
     for rule in candidates:
@@ -248,7 +248,7 @@ def choose_memory(
 def _reject_early(
     measure: Measure, images: int, capacity_bytes: int, smallest: MemoryRule
 ) -> tuple[Decision[MemoryRule | None], dict[str, int]] | None:
-    """Return a rejection if denoising does not fit even with the smallest rule, else None."""
+    """Return a rejection if denoising does not fit even with the smallest memory settings, else None."""
     # Without tiling: a far too large image has thousands of VAE tiles, and tracing them would be slow.
     savings = replace(smallest.savings, vae_in_parts=False)
     peaks = predict(measure(savings, min(smallest.images_per_call or images, images)), smallest.residence)
@@ -262,7 +262,10 @@ def _reject_early(
 def choose_residence(
     weights: Mapping[str, int], capacity_bytes: int, residences: tuple[Residence, ...]
 ) -> Decision[MemoryRule]:
-    """Return where weights go before the image size is known: on the device if they leave a fifth of it free."""
+    """Return the fastest memory mode in which the weights use at most 4/5 of the device memory.
+
+    Used before the image size is known. The last mode is the fallback.
+    """
     budget = capacity_bytes * 4 // 5  # the rest is for activations
     need: dict[Residence, int] = {"resident": sum(weights.values()), "component": max(weights.values(), default=0)}
     reason = (
@@ -275,7 +278,7 @@ def choose_residence(
 
 
 def find_largest_batch(measure: Measure, rule: MemoryRule, capacity_bytes: int) -> int:
-    """Return the largest batch that fits with a rule."""
+    """Return the largest batch that fits with these memory settings."""
 
     def fit(images: int) -> bool:
         return max(predict(measure(rule.savings, images), rule.residence).values()) <= capacity_bytes
@@ -304,7 +307,7 @@ def _powers() -> Iterator[int]:
 
 
 def _extrapolate(sample: Footprint, rule: MemoryRule, images: int) -> int:
-    """Return the peak bytes of a larger batch, in proportion to a measured one."""
+    """Estimate the peak bytes of a larger batch by scaling the activations of a measured one."""
     calls = [replace(call, held_bytes=call.held_bytes * images // sample.images) for call in sample.model_calls]
     return max(predict(replace(sample, model_calls=tuple(calls)), rule.residence).values())
 
@@ -312,7 +315,7 @@ def _extrapolate(sample: Footprint, rule: MemoryRule, images: int) -> int:
 def make_forecast(
     measure: Measure, images: int, capacity_bytes: int, rules: Iterable[MemoryRule]
 ) -> tuple[Decision[MemoryRule | None], Forecast]:
-    """Return the memory decision for one call and its forecast."""
+    """Return the memory decision and the forecast for one call."""
     candidates = list(rules)
     decision, peaks = choose_memory(measure, images, capacity_bytes, candidates)
     rule = decision.value

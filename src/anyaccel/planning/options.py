@@ -1,4 +1,4 @@
-"""Options of `anyaccel.place`; by default, the plan decides."""
+"""Options for `anyaccel.place`; the plan decides every option that is not set."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class PlacementOptions:
 
 
 def read_options(keywords: dict[str, Any], before: PlacementOptions | None = None) -> PlacementOptions:
-    """Return checked options from keyword arguments, on top of earlier ones; raise for an unknown keyword."""
+    """Validate keyword arguments and merge them into earlier options; raise for an unknown keyword."""
     names = [field.name for field in fields(PlacementOptions)]
     for name in keywords:
         if name not in names:
@@ -94,7 +94,7 @@ def check_residence(memory: str | None, *, unified_memory: bool) -> None:
 
 
 def check_speed(speed: str) -> None:
-    """Raise if the value is not a speed level."""
+    """Raise if the value is not a valid speed level."""
     if speed not in SPEEDS:
         raise UsageError(
             f"speed must be one of {', '.join(SPEEDS)}, not {speed!r}", hint=nearest(str(speed), list(SPEEDS))

@@ -1,4 +1,4 @@
-"""Parallel inference of one model over several devices: the choice of the split."""
+"""Parallel inference: the choice of how to split one model across several devices."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ RANKS_MUST_AGREE = (
 
 @dataclass(frozen=True)
 class Split:
-    """A split of one model over several processes, one device each."""
+    """A split of one model across several processes, one process per device."""
 
     strategy: SplitStrategy
     ranks: int
@@ -57,7 +57,7 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The running processes, and what diffusers supports on them."""
+    """The running processes, and the device types on which diffusers supports tensor parallelism."""
 
     count: int | None = 1
     """The number of processes; None if nothing will run and any count may be planned."""
@@ -73,7 +73,7 @@ SINGLE_DEVICE: Decision[Split | None] = Decision(None, "one device; use parallel
 def choose_parallel(
     sheet: Sheet, facts: PipelineFacts, options: PlacementOptions, ranks: Ranks
 ) -> Decision[Split | None]:
-    """Return how the denoisers are split, or None; raise if the requested split is not possible."""
+    """Return how to split the denoisers, or None; raise if the requested split is not possible."""
     if options.parallel is None:
         return SINGLE_DEVICE
     strategy, requested = read_parallel(options.parallel)
@@ -105,7 +105,7 @@ def torchrun_command(count: int) -> str:
 
 
 def count_rank_parameters(component: ComponentFacts, split: Split | None) -> int:
-    """Return the number of a model's parameters that one rank holds."""
+    """Return how many of a model's parameters one rank holds."""
     # Only tensor parallelism splits weights, and only those of denoisers.
     if split is None or split.strategy != "tensor" or not component.denoises:
         return component.parameters
@@ -117,7 +117,7 @@ def _as_strategy(name: str) -> SplitStrategy:
 
 
 def _choose_split(sheet: Sheet, facts: PipelineFacts, ranks: Ranks) -> Decision[Split | None]:
-    """Return the first possible split: the weights if they do not fit on one device, else the sequence, else CFG."""
+    """Return the first possible split: context, tensor, CFG (tensor first if one device cannot hold the weights)."""
     count = ranks.count or _CFG_RANKS
     # Tensor parallelism is the only split that saves weight memory.
     order: list[SplitStrategy] = ["context", "tensor", "cfg"]
@@ -210,5 +210,5 @@ def _format_gain(split: Split, facts: PipelineFacts) -> str:
 
 
 def _format_count(count: int) -> str:
-    """Return `11.9 billion` or `3,520`."""
+    """Format a count: `11.9 billion`, `3,520`."""
     return f"{count / 1e9:.1f} billion" if count >= 1e8 else f"{count:,}"

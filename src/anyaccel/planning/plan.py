@@ -1,4 +1,4 @@
-"""Plans: all decisions about one pipeline on one device, with their reasons."""
+"""Plans: all decisions for running one pipeline on one device, with their reasons."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def memory_in_use(self) -> Decision[MemoryRule]:
-        """The memory rule of the last call; the rule for the weights before the first one."""
+        """The memory settings of the last call, or the planned ones before the first call."""
         return self.report.memory or self.memory
 
     def decisions(self) -> Iterator[tuple[str, Decision[Any]]]:
@@ -90,7 +90,7 @@ class Plan:
                 yield entry.name, value
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as JSON-compatible values."""
+        """Return the plan as a JSON-compatible dict."""
         forecast = self.forecast.to_dict() if self.forecast else {}
         return {
             "pipeline": self.pipeline,
@@ -122,9 +122,9 @@ def make_plan(
     environment: Mapping[str, str] | None = None,
     ranks: Ranks | None = None,
 ) -> Plan:
-    """Return the plan of a pipeline on one device, or on one rank of several.
+    """Return the plan for a pipeline on one device, or on one rank of several.
 
-    `dtype` overrides the dtype decision, for callers that made it earlier in order to load weights.
+    `dtype` overrides the dtype decision, for callers that already chose a dtype in order to load the weights.
     """
     # Attention limits in bytes depend on the dtype, and workarounds on both: keep this order.
     dtype = dtype or choose_dtype(sheet, facts, options, half_precision_cost)
@@ -160,7 +160,7 @@ def make_plan(
 
 
 def without_rank_local_choices(plan: Plan) -> Plan:
-    """Return the plan of a rank without decisions that depend on the timing of that rank."""
+    """Return the plan without the decisions that could differ between ranks: compilation and graph capture."""
     # A rank that compiles earlier than the others, or replays a graph, would run different collectives and deadlock.
     return replace(
         plan,
@@ -181,6 +181,6 @@ def _choose_bf16_attention(sheet: Sheet, options: PlacementOptions, dtype: str) 
 
 
 def _find_quirk(sheet: Sheet, name: str) -> Quirk | None:
-    """Return the quirk of that name if it certainly applies, else None."""
+    """Return the quirk with this name if it applies unconditionally, else None."""
     # A quirk with an open condition may not apply to this device.
     return next((quirk for quirk in sheet.quirks if quirk.name == name and not quirk.conditional), None)

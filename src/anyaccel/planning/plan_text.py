@@ -1,4 +1,4 @@
-"""A plan as text for a terminal."""
+"""Plans formatted as text for a terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _INFORMATION = {"compiler"}
 
 
 def describe_plan(plan: Plan, width: int | None = None) -> list[str]:
-    """Return the lines of `print(plan)`: first the decisions that differ from the defaults, then the others.
+    """Return the lines of `print(plan)`, starting with the decisions that differ from the defaults.
 
     `width` defaults to the width of the terminal.
     """
@@ -48,7 +48,7 @@ def describe_plan(plan: Plan, width: int | None = None) -> list[str]:
 
 
 def split_by_default(plan: Plan) -> tuple[list[tuple[str, Decision[Any]]], list[tuple[str, Decision[Any]]]]:
-    """Return the decisions that differ from the defaults, and those that do not."""
+    """Split the decisions into those that differ from the defaults and those that do not."""
     changed: list[tuple[str, Decision[Any]]] = []
     unchanged: list[tuple[str, Decision[Any]]] = []
     for name, decision in plan.decisions():
@@ -68,7 +68,7 @@ def split_by_default(plan: Plan) -> tuple[list[tuple[str, Decision[Any]]], list[
 def describe_decisions(
     decisions: Iterable[tuple[str, Decision[Any]]], width: int, *, compact: bool = False
 ) -> list[str]:
-    """Return the name of each decision, its value, and its reason wrapped in a column.
+    """Format decisions as lines: the name, the value, and the reason, wrapped to the width.
 
     `compact` puts the reason in parentheses after the value instead of below it.
     """

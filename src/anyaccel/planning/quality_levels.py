@@ -22,7 +22,7 @@ SMALLEST_WEIGHT = 3_000_000
 
 @dataclass(frozen=True)
 class StepSkipping:
-    """Which denoising steps reuse the last output of the denoiser."""
+    """A rule for which denoising steps reuse the denoiser's last output."""
 
     every: int
     """One of this many steps runs the denoiser."""
@@ -34,7 +34,7 @@ class StepSkipping:
     """The measured loss of quality."""
 
     def is_run(self, step: int, steps: int) -> bool:
-        """Return whether a step, counted from 0, runs the denoiser; the last one always does."""
+        """Return whether a step (zero-based) runs the denoiser; the last step always does."""
         # A scheduler may take more steps than it announced, so any step from the last one on runs.
         if steps < self.min_steps or step >= steps - 1:
             return True
@@ -57,7 +57,7 @@ _LEVELS = {
 
 
 def choose_step_skipping(options: PlacementOptions) -> Decision[StepSkipping | None]:
-    """Return which steps reuse the last denoiser output; None for no reuse."""
+    """Return the rule for reusing denoiser outputs, or None if every step runs the denoiser."""
     skipping = _LEVELS.get(options.speed)
     if skipping is None:
         return Decision(None, "speed='exact': every step runs")
@@ -65,7 +65,7 @@ def choose_step_skipping(options: PlacementOptions) -> Decision[StepSkipping | N
 
 
 def choose_quantization(sheet: Sheet, options: PlacementOptions, dtype: str) -> Decision[str]:
-    """Return the dtype of large matrix products; empty for the dtype of the model."""
+    """Return the dtype for large matrix products; an empty string means the model's dtype."""
     if options.speed == "exact":
         return Decision("", "speed='exact': matrix products stay in the dtype of the model")
     # Only if the sheet has a measurement: on other devices casting to float8 may cost more than it saves.

@@ -1,4 +1,4 @@
-"""Run reports: outcomes of a placed pipeline. The decisions of its plan never change."""
+"""Run reports: what happened since a pipeline was placed. The decisions in its plan never change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["RunReport"]
 
 @dataclass
 class RunReport:
-    """Outcomes of a plan's decisions so far; None if nothing happened yet."""
+    """Outcomes of a plan's decisions so far; a field is None if it has no outcome yet."""
 
     memory: Decision[MemoryRule] | None = None
     """The memory rule of the last call, if it differs from the plan."""

@@ -1,4 +1,4 @@
-"""Speedups that change the image only by rounding, and the decision when to compile.
+"""Speedups that change the image only by rounding errors, and the decision of when to compile.
 
 See docs/decisions/0007-speed.md.
 """
@@ -57,9 +57,9 @@ def choose_compile_policy(
 ) -> Decision[CompilePolicy]:
     """Return whether and when denoisers and decoders are compiled.
 
-    A device that needs workarounds compiles whole models, because they are applied in the graph
-    (`runtime/speed/graph_workarounds.py`). If one cannot be applied there, the device rejects the graph and the model
-    runs eagerly.
+    On a device that needs workarounds, whole models are compiled, because the workarounds are applied to the graph
+    (`runtime/speed/graph_workarounds.py`). If a workaround cannot be applied there, the device rejects the graph and
+    the model runs eagerly.
     """
     speedup = sheet.speedup("compile")
     if options.compile is False:
@@ -84,13 +84,13 @@ def choose_compile_policy(
 
 
 def _is_mostly_blocks(component: ComponentFacts) -> bool:
-    """Return whether repeated blocks take most of the time of a model."""
+    """Return whether a model spends most of its time in repeated blocks."""
     # A UNet has transformer blocks too, but spends its time in the convolutions between them.
     return component.blocks > component.convolutions
 
 
 def is_worth_compiling(policy: CompilePolicy, seconds_per_image: float, done: int, expected: int | None) -> bool:
-    """Return whether the remaining images save more time than compiling takes."""
+    """Return whether compiling would save more time on the remaining images than it takes."""
     if policy.when != "when it pays":
         return policy.when == "now"
     # The ski rental rule: without a known count, expecting as many images as were generated so far costs at most

@@ -1,4 +1,4 @@
-"""Workarounds that run inside the models, through torch function modes."""
+"""Workarounds that run inside the models, implemented as torch function modes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def choose_workarounds(
 ) -> Decision[tuple[str, ...]]:
     """Return the names of the workarounds that the models need.
 
-    The code between the models always runs with all of them. Inside the models each one costs time, so only these
-    are applied:
+    Pipeline code outside the models always runs with all workarounds. Inside the models each one costs time, so only
+    the returned ones are applied:
 
     - `dtypes`: replace dtypes that the device lacks.
     - `complex_pairs`: compute complex numbers as pairs of real ones.

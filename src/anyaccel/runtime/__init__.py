@@ -1,1 +1,1 @@
-"""Places a pipeline on a device according to its plan, and runs its calls."""
+"""Placement of a pipeline on a device according to its plan, and execution of its calls."""

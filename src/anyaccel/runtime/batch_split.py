@@ -1,6 +1,6 @@
-"""Split a batch into several calls of the pipeline and join their results.
+"""Batch splitting: run a batch as several pipeline calls and join their results.
 
-Devices that do not run batches reliably get one image per call; a batch that does not fit into memory is split too.
+Devices that do not run batches reliably run one image per call. A batch that does not fit into memory is split too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _INPUT_IMAGES = ("image", "mask_image")
 
 
 def split_request(request: CallRequest, images_per_call: int | None, first: int = 0) -> list[CallRequest]:
-    """Split a request, from image `first` on, into requests of at most `images_per_call` images."""
+    """Split a request, starting at image `first`, into requests of at most `images_per_call` images."""
     limit = images_per_call or request.images
     if not first and request.images <= limit:
         return [_repeat_input_images(request)]
@@ -45,7 +45,7 @@ def split_request(request: CallRequest, images_per_call: int | None, first: int 
 
 
 def _repeat_input_images(request: CallRequest) -> CallRequest:
-    """Pass a shared input image once per output image if the request has seeds."""
+    """Repeat a shared input image for every output image if the request has several seeds."""
     # diffusers encodes a shared image once, with noise from the first generator of the list. All other images would
     # differ from those that their seeds give in a call of their own (diffusers 0.42).
     if len(request.seeds) < 2 or "strength" not in request.accepts:
@@ -55,7 +55,7 @@ def _repeat_input_images(request: CallRequest) -> CallRequest:
 
 
 def _repeat(value: Any, request: CallRequest) -> Any:
-    """Return one input image per output image, from one image for all or one per prompt."""
+    """Repeat one shared input image, or one image per prompt, to get one input image per output image."""
     # Pipelines that accept image embeddings, such as Kandinsky, repeat the images of a prompt themselves.
     each = 1 if "image_embeds" in request.accepts else request.per_prompt
     if isinstance(value, Image):
@@ -71,7 +71,7 @@ def _repeat(value: Any, request: CallRequest) -> Any:
 
 
 def _select_rows(request: CallRequest, rows: range) -> Iterator[CallRequest]:
-    """Yield requests for some of the images: one if they cover whole prompts, otherwise one per prompt."""
+    """Yield requests for a range of images: one request if it covers whole prompts, otherwise one per prompt."""
     # A call has the same number of images for every prompt, so a partial prompt needs a call of its own.
     prompts = sorted({row // request.per_prompt for row in rows})
     whole = len(rows) == len(prompts) * request.per_prompt
@@ -90,7 +90,7 @@ def _select_rows(request: CallRequest, rows: range) -> Iterator[CallRequest]:
 
 
 def _select(name: str, value: Any, request: CallRequest, prompts: list[int], images: list[int]) -> Any:
-    """Return the elements of an argument that belong to some prompts or images."""
+    """Return the elements of an argument that belong to the selected prompts or images."""
     if name in _PER_CALL_ARGUMENTS or value is None or isinstance(value, str | dict):
         return value
     if isinstance(value, torch.Tensor | numpy.ndarray):
@@ -136,14 +136,14 @@ def _join(values: list[Any]) -> Any:
 
 
 class SharedProgress:
-    """One progress bar for several calls of a pipeline."""
+    """One progress bar shared by several pipeline calls."""
 
     def __init__(self, calls: int) -> None:
         self.calls = calls
         self.bar: Any = None
 
     def begin(self, make_bar: Any, iterable: Any = None, total: int | None = None, **options: Any) -> _CallProgress:
-        """Return the progress bar of one call; the first call creates the shared bar."""
+        """Return the progress bar for one call; the first call creates the shared bar."""
         if iterable is not None and total is None:
             iterable = list(iterable)
             total = len(iterable)
@@ -158,7 +158,7 @@ class SharedProgress:
 
 
 class _CallProgress:
-    """The share of one call in the progress bar. It has the interface of tqdm."""
+    """One call's view of the shared progress bar, with the tqdm interface."""
 
     def __init__(self, bar: Any, iterable: Any) -> None:
         self.bar, self.iterable = bar, iterable

@@ -84,7 +84,7 @@ def read_call_request(
 
 
 def _block_inputs(pipe: Any) -> set[str]:
-    """Return the inputs of a modular pipeline; its call has only `**kwargs`."""
+    """Return the inputs of a modular pipeline; its `__call__` accepts only `**kwargs`."""
     blocks = getattr(pipe, "blocks", None)
     return set(getattr(blocks, "input_names", ()) or ())
 
@@ -107,7 +107,7 @@ def _count_prompts(arguments: dict[str, Any], accepts: set[str]) -> int:
 
 
 def _count_input_images(value: Any) -> int:
-    """Return the number of input images of a pipeline without a prompt; a nested list counts as one."""
+    """Count the input images of a call without a prompt; a nested list counts as one image."""
     if isinstance(value, torch.Tensor):
         return int(value.shape[0]) if value.dim() == 4 else 1
     flat = isinstance(value, list) and value and not any(isinstance(item, list) for item in value)

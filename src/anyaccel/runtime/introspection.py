@@ -22,7 +22,7 @@ _DENOISERS = ("unet", "transformer")
 
 
 def plain_class(pipe: Any) -> type:
-    """Return the diffusers class of a pipeline, portable or not."""
+    """Return the diffusers class of a pipeline, even if the pipeline was made portable."""
     # The portable class is created at run time from the diffusers class and names it; see `portable_class`.
     kind: type = getattr(type(pipe), "_plain_class", type(pipe))
     return kind
@@ -34,13 +34,13 @@ def find_components(pipe: Any) -> dict[str, Any]:
 
 
 def find_models(pipe: Any) -> dict[str, torch.nn.Module]:
-    """Return the models of a pipeline by name; for a model from `torch.compile`, the original module."""
+    """Return the models of a pipeline by name; models wrapped by `torch.compile` are unwrapped."""
     components = {name: unwrap_compiled(component) for name, component in find_components(pipe).items()}
     return {name: component for name, component in components.items() if isinstance(component, torch.nn.Module)}
 
 
 def find_denoisers(pipe: Any, placement: Placement) -> dict[str, torch.nn.Module]:
-    """Return the models that run at every step, without those that the user has removed since placement."""
+    """Return the models that run at every step, excluding any that the user removed since placement."""
     models = find_models(pipe)
     return {name: models[name] for name in placement.denoisers if name in models}
 
@@ -81,7 +81,7 @@ def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> C
 
 
 def _find_splits(module: torch.nn.Module) -> tuple[str, ...]:
-    """Return the parallel strategies that diffusers has a plan for."""
+    """Return the parallel strategies that diffusers defines for a model."""
     return tuple(strategy for strategy in ("context", "tensor") if read_parallel_plan(module, strategy))
 
 
@@ -91,7 +91,7 @@ def _count_heads(module: torch.nn.Module) -> int:
 
 
 def _count_sharded(module: torch.nn.Module) -> int:
-    """Return the number of parameters in the layers of the model's tensor-parallel plan."""
+    """Return the number of parameters that the model's tensor-parallel plan shards."""
     layers = read_parallel_plan(module, "tensor")
     if not layers:
         return 0

@@ -1,4 +1,4 @@
-"""Load pipelines with diffusers: safe by default, with errors that have a hint."""
+"""Loading of pipelines with diffusers: safe by default, and errors include a hint."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _DTYPE = read_dtype_argument()
 
 
 def load_pipeline(kind: Any, model: Any, options: dict[str, Any]) -> tuple[Any, PlacementOptions]:
-    """Load a pipeline with diffusers; return it with the placement options that it was loaded with.
+    """Load a pipeline with diffusers; return it with the placement options found in `options`.
 
-    Errors of diffusers about the model become a `ModelError` with a hint.
+    Errors that diffusers raises about the model become a `ModelError` with a hint.
     """
     options, placement_options = _read_options(options)
     if not isinstance(model, str | Path):
@@ -43,7 +43,7 @@ def load_pipeline(kind: Any, model: Any, options: dict[str, Any]) -> tuple[Any, 
 
 
 def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], PlacementOptions]:
-    """Return the options for diffusers and the placement options that they contain."""
+    """Return the normalized options for diffusers, and the placement options derived from them."""
     options = dict(options)
     if options.get("dtype") is not None and options.get("torch_dtype") is not None:
         raise UsageError("dtype and torch_dtype cannot be used together", hint="pass only dtype")
@@ -82,7 +82,7 @@ def _find_single_file_loader(kind: Any, options: dict[str, Any]) -> Callable[...
 
 
 def _call_diffusers(function: Callable[..., Any], model: str, options: dict[str, Any]) -> Any:
-    """Call a function of diffusers; turn its errors about the model into a `ModelError`."""
+    """Call a diffusers function; turn its errors about the model into a `ModelError`."""
     try:
         return function(model, **options)
     except AnyaccelError:
@@ -95,7 +95,7 @@ def _call_diffusers(function: Callable[..., Any], model: str, options: dict[str,
 
 
 def derive_pipeline(kind: Any, pipeline: Any, options: dict[str, Any]) -> tuple[Any, PlacementOptions]:
-    """Create a pipeline from the components of another one, in their dtype unless the options have one."""
+    """Create a pipeline from the components of another one, keeping their dtype unless the options set one."""
     options, placement_options = _read_options(options)
     del options["use_safetensors"]
     if _DTYPE not in options and casts_components(kind):

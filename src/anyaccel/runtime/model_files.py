@@ -1,4 +1,4 @@
-"""Checks of a model's files before loading: complete, readable and without code."""
+"""Checks on model files before loading: they must be complete, readable and free of executable code."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_model_folder(model: Any, *, pickles: bool, trusted: bool) -> None:
 
 
 def _suggest_folder(path: Path) -> str:
-    """Return a hint for the usual mistakes: the folder of one model, or the parent of a pipeline's folder."""
+    """Return a hint for common mistakes: passing one model's folder, or the parent of the pipeline folder."""
     if (path / "config.json").is_file():
         return "this is the folder of a single model; pass its parent, which has a model_index.json"
     below = next((entry.name for entry in sorted(path.iterdir()) if (entry / "model_index.json").is_file()), None)
@@ -116,7 +116,7 @@ def _make_pickle_error(path: Path) -> ModelError:
 
 
 def check_safetensors(path: Path) -> None:
-    """Raise if a safetensors file is truncated or damaged, by comparing its header with its size."""
+    """Check a safetensors file's size against its header; raise if the file is truncated or damaged."""
     # The file starts with the header's length (8 bytes, little endian) and the header (JSON):
     # https://huggingface.co/docs/safetensors/index#format
     size = path.stat().st_size

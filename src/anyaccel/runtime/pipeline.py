@@ -1,4 +1,4 @@
-"""Portable pipelines: diffusers classes with a plan and a `to` for every device."""
+"""Portable pipelines: diffusers classes with a plan and a `to` method that supports every device."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Portable(VendorAliases):
         replan(self, _placement_of(self), {"attention_slicing": slice_size})
 
     def disable_attention_slicing(self) -> None:
-        """Compute attention for all heads together again, unless a limit of the device requires slices."""
+        """Compute attention for all heads in one call again, unless a device limit requires slicing."""
         self.enable_attention_slicing(None)
 
     def enable_compile(
@@ -181,7 +181,7 @@ def _unpickle(kind: Any, state: dict[str, Any]) -> Any:
 
 
 def _placement_of(pipe: Any) -> Placement:
-    """Return the placement of a pipeline; plan one that was never placed for its current device and dtype."""
+    """Return a pipeline's placement; if it was never placed, create one for its current device and dtype."""
     placement = find_placement(pipe)
     if placement is not None:
         return placement
@@ -199,7 +199,7 @@ def _placement_of(pipe: Any) -> Placement:
 
 
 def _read_target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the device and the options from the arguments of `to`."""
+    """Parse the arguments of `to` into a device and options."""
     options = {name: value for name, value in kwargs.items() if name not in ("device", "silence_dtype_warnings")}
     device = kwargs.get("device")
     for value in args:
@@ -213,7 +213,7 @@ def _read_target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, di
 
 
 def inherit_placement(pipe: Any, source: Any) -> None:
-    """Plan a pipeline that was created from the components of `source` for the device of `source`."""
+    """Create a plan for a pipeline that was built from the components of `source`, for the same device."""
     placement = find_placement(source)
     if placement is not None:
         plan = plan_pipeline(pipe, placement.opened, placement.options)
@@ -250,7 +250,7 @@ def portable_class(kind: Any) -> type:
 
 
 def _with_weights(method: Any) -> Any:
-    """Wrap a method that reads or changes weights: offloaded weights are on the CPU while it runs."""
+    """Wrap a method that reads or changes weights, so it runs with offloaded weights restored on the CPU."""
 
     @functools.wraps(method)
     def call_with_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -271,20 +271,20 @@ def _wrap_call(kind: Any) -> Any:
 
 
 class DiffusionPipeline(Portable, diffusers.DiffusionPipeline):
-    """`diffusers.DiffusionPipeline` for every device: loads any pipeline, and `to` plans it for the device."""
+    """`diffusers.DiffusionPipeline` for every device: loads any pipeline, and `to` creates a plan for the device."""
 
     @classmethod
     def from_pretrained(cls, model: Any, **options: Any) -> Any:
-        """Load a Hub ID, a local folder or a single file: `from_pretrained("org/name", dtype="bf16")`.
+        """Load a pipeline from a Hub ID, a local folder or a single file: `from_pretrained("org/name", dtype="bf16")`.
 
-        Accepts the options of diffusers. Only safetensors are loaded unless `use_safetensors=False`, and code from the
-        model repository runs only with `trust_remote_code=True`.
+        Accepts the diffusers options. Only safetensors files are loaded unless `use_safetensors=False`, and code from
+        the model repository runs only with `trust_remote_code=True`.
         """
         return _load_portable(vars(cls).get("_plain_class", diffusers.DiffusionPipeline), model, options)
 
     @classmethod
     def from_single_file(cls, model: Any, **options: Any) -> Any:
-        """Load a single checkpoint file; `config=` is a folder or Hub ID of the same architecture."""
+        """Load a single checkpoint file; `config=` is the folder or Hub ID of a pipeline with the same architecture."""
         return _load_portable(vars(cls).get("_plain_class", diffusers.DiffusionPipeline), model, options)
 
     @classmethod
@@ -294,7 +294,7 @@ class DiffusionPipeline(Portable, diffusers.DiffusionPipeline):
 
 
 class _AutoPipeline:
-    """Base of the classes that select the pipeline for a task."""
+    """Base class of the auto pipelines, which select the pipeline class for a task."""
 
     def __init__(self) -> None:
         raise UsageError(
@@ -303,7 +303,7 @@ class _AutoPipeline:
 
     @classmethod
     def from_pretrained(cls, model: Any, **options: Any) -> Any:
-        """Load a Hub ID or a local folder for this task."""
+        """Load the pipeline for this task from a Hub ID or a local folder."""
         return _load_portable(getattr(diffusers, cls.__name__), model, options)
 
     @classmethod

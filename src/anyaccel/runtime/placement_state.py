@@ -96,12 +96,12 @@ class Placement:
 
     @property
     def memory_rule(self) -> Decision[MemoryRule]:
-        """The memory rule in use."""
+        """The memory settings in use."""
         return self.plan.memory_in_use
 
     @property
     def component_dtypes(self) -> dict[str, str]:
-        """Dtypes of models that differ from the plan's dtype: planned, or float32 after a NaN."""
+        """Dtypes of models that do not use the plan's dtype: planned exceptions, and float32 after NaN."""
         recovered = self.report.float32_models.value if self.report.float32_models else ()
         return {**dict(self.plan.component_dtypes.value), **dict.fromkeys(recovered, "float32")}
 
@@ -118,14 +118,14 @@ def set_placement(pipe: Any, placement: Placement) -> None:
 
 
 def drop_placement(pipe: Any) -> None:
-    """Remove the placement of a pipeline, but not its options, after a move that was interrupted."""
+    """Remove a pipeline's placement, but keep its options, after an interrupted move."""
     placement = vars(pipe).pop(_KEY, None)
     if isinstance(placement, Placement):
         store_options(pipe, placement.options)
 
 
 def store_options(pipe: Any, options: PlacementOptions) -> None:
-    """Set the options that a later placement of the pipeline starts from."""
+    """Store the options that later placements of the pipeline start from."""
     vars(pipe)[_OPTIONS] = options
 
 
@@ -152,13 +152,13 @@ def being_offloaded(pipe: Any) -> Iterator[None]:
 
 
 def is_being_offloaded(pipe: Any) -> bool:
-    """Return whether moves of the pipeline come from diffusers itself: while offloading or during a call."""
+    """Return whether diffusers itself may be moving the pipeline: while offloading or during a call."""
     placement = find_placement(pipe)
     return _OFFLOADING in vars(pipe) or (placement is not None and placement.running)
 
 
 def forget_placement(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a pipeline for a copy or pickle: without the placement, but with its options."""
+    """Return a pipeline's state for copying or pickling: without the placement, but with its options."""
     # The placement has locks, weak references and an open device, which belong to this process.
     remaining = {name: value for name, value in state.items() if name != _KEY}
     placement = state.get(_KEY)

@@ -1,4 +1,4 @@
-"""Methods under the names that vendor documentation uses."""
+"""Method aliases with the names that vendor documentation uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["VendorAliases"]
 
 
 class VendorAliases:
-    """Methods from diffusers' pull request for AWS Neuron (https://github.com/huggingface/diffusers/pull/13289)."""
+    """Methods from the diffusers pull request for AWS Neuron (https://github.com/huggingface/diffusers/pull/13289)."""
 
     def enable_neuron_compile(
         self,

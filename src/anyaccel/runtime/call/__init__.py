@@ -1,1 +1,1 @@
-"""Calls of a placed pipeline: validation, warmup and the run itself."""
+"""Calls to a placed pipeline: validation, warmup and the run itself."""

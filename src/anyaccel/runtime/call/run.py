@@ -1,4 +1,4 @@
-"""One call of a placed pipeline: validate, split, run with the workarounds of the plan, check for NaN, join."""
+"""One call to a placed pipeline: validate, split, run with the plan's workarounds, check for NaN, join."""
 
 from __future__ import annotations
 
@@ -118,16 +118,16 @@ def _set_idle(pipe: Any, placement: Placement) -> None:
 
 
 def _attach_plan(result: Any, placement: Placement, request: CallRequest) -> None:
-    """Add `plan` and `seeds` to a result object; a plain tuple gets none."""
+    """Add `plan` and `seeds` to a result object; plain tuples are left unchanged."""
     if hasattr(result, "to_tuple"):
         plan = replace(placement.plan, report=replace(placement.report))  # later calls change the pipeline's report
         vars(result)["plan"], vars(result)["seeds"] = plan, request.seeds
 
 
 class _RequestNoise:
-    """The noise sources of a request, with the generator states at its start.
+    """The noise sources for a request, with the generator states at its start.
 
-    Every chunk, and every replay of a chunk, draws the noise that the unsplit call would draw.
+    Every chunk, and every rerun of a chunk, draws the noise that the unsplit call would draw.
     """
 
     def __init__(self, request: CallRequest) -> None:
@@ -146,7 +146,7 @@ class _RequestNoise:
             generator.set_state(state)
 
     def make_start(self, first: int, images: int) -> Callable[[CallRequest], tuple[CallRequest, NoiseSource]]:
-        """Return a function that resets the generators of a chunk and returns the chunk with its noise source."""
+        """Return a function that resets the generators for a chunk and returns the chunk with its noise source."""
 
         def start_noise(chunk: CallRequest) -> tuple[CallRequest, NoiseSource]:
             if chunk.seeds:
@@ -183,7 +183,7 @@ def _needs_no_function_mode(placement: Placement, plan: Plan, source: NoiseSourc
 
 
 class _ChunkRun:
-    """Runs one chunk of a request, checks its outputs, and repeats it in float32 if they have NaN or Inf."""
+    """One run of a chunk, with a check of its outputs and a rerun in float32 if they contain NaN or Inf."""
 
     def __init__(self, pipe: Any, placement: Placement, call: Call, chunk: CallRequest, start: Any) -> None:
         self.pipe, self.placement, self.call, self.chunk, self.start = pipe, placement, call, chunk, start
@@ -191,7 +191,7 @@ class _ChunkRun:
         self.overlapped_copy = find_overlapped_copy(placement)
 
     def finish(self) -> Any:
-        """Return a finite result, or raise `NotFiniteError`."""
+        """Run the chunk and return a finite result; raise `NotFiniteError` if it stays non-finite."""
         result, outputs = self._run_once()
         if not self.placement.plan.check_finite.value:
             return result
@@ -220,7 +220,7 @@ class _ChunkRun:
 
     @contextmanager
     def _apply_plan(self, source: NoiseSource) -> Iterator[None]:
-        """Apply the noise source and the workarounds of the plan during the block."""
+        """Apply the noise source and the plan's workarounds during the block."""
         placement = self.placement
         plan = placement.call_plan
         set_input_adapters(self.components, plan, placement.device)
@@ -242,7 +242,7 @@ class _ChunkRun:
             yield
 
     def _recover(self, non_finite: list[str]) -> Any:
-        """Run again with the failing model in float32; if that fails, raise with the name of its first bad module."""
+        """Rerun with the failing model in float32; if that fails too, raise an error naming the first bad module."""
         if self.placement.shared:
             raise NotFiniteError(
                 f"the image contains NaN or Inf: {non_finite[0]} produced them on {self.placement.plan.device}",

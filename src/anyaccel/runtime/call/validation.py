@@ -1,4 +1,4 @@
-"""Checks of a call before it runs: calls that cannot work fail early, and the pipeline stays usable."""
+"""Validation of a call before it runs: calls that cannot work fail early and leave the pipeline usable."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _validate_steps(request: CallRequest) -> None:
 
 
 def _check_size(request: CallRequest) -> None:
-    """Raise for a negative size."""
+    """Raise for a negative image height or width."""
     # Nothing else: pipelines check sizes themselves, some round them, and for some 0 is the default size.
     for name in SIDES:
         side = request.arguments.get(name)
@@ -43,7 +43,7 @@ def _check_size(request: CallRequest) -> None:
 
 
 def _check_generators(request: CallRequest) -> None:
-    """Raise if a list of generators does not have one per image."""
+    """Raise if a list of generators does not contain exactly one generator per image."""
     generators = request.arguments.get("generator")
     if not isinstance(generators, list | tuple):
         return
@@ -58,6 +58,6 @@ def _check_generators(request: CallRequest) -> None:
 
 
 def find_size_multiple(pipe: Any) -> int | None:
-    """Return the required multiple of height and width (the VAE's scale factor); None if unknown."""
+    """Return the number that must divide height and width (the VAE scale factor); None if unknown."""
     factor = getattr(pipe, "vae_scale_factor", None)
     return factor if isinstance(factor, int) and factor > 0 else None

@@ -1,4 +1,4 @@
-"""Warmup: run one step at each size, so compiling and other one-time work happen before the first image."""
+"""Warmup: run one step at each image size, so compilation and other one-time work precede the first image."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INPUT_IMAGE_SIDE = 64
 
 
 def warm_up(pipe: Any, shapes: Any, arguments: dict[str, Any]) -> None:
-    """Run one step at each size with one progress bar; sizes are `(height, width)` or dicts of call arguments."""
+    """Run one step per size with a single progress bar; a size is `(height, width)` or a dict of call arguments."""
     from tqdm.auto import tqdm
 
     calls = [{**arguments, **_read_shape(shape)} for shape in ([None] if shapes is None else shapes)]
@@ -32,7 +32,7 @@ def warm_up(pipe: Any, shapes: Any, arguments: dict[str, Any]) -> None:
 
 
 def run_one_step(pipe: Any, arguments: dict[str, Any]) -> None:
-    """Run one step with these arguments, and with defaults for the pipeline's required ones."""
+    """Run one step with these arguments, and defaults for required arguments that are missing."""
     accepts = _list_arguments(pipe)
     call = {**_make_required(accepts, arguments), **arguments}
     if "num_inference_steps" in accepts:
@@ -60,7 +60,7 @@ def preserving_state(pipe: Any) -> Iterator[None]:
 
 
 def _list_arguments(pipe: Any) -> set[str]:
-    """Return the names of a pipeline's call arguments; those of a modular pipeline are in its blocks."""
+    """Return the names of a pipeline's call arguments; for a modular pipeline, those of its blocks."""
     import inspect
 
     names = set(inspect.signature(pipe.__call__).parameters)
@@ -69,7 +69,7 @@ def _list_arguments(pipe: Any) -> set[str]:
 
 
 def _make_required(accepts: set[str], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a prompt, a gray image and a mask for pipelines that require them."""
+    """Return placeholders for the required arguments that are missing: prompt, gray image, mask and strength."""
     from PIL import Image
 
     required: dict[str, Any] = {}
@@ -87,7 +87,7 @@ def _make_required(accepts: set[str], arguments: dict[str, Any]) -> dict[str, An
 
 
 def _read_shape(shape: Any) -> dict[str, Any]:
-    """Return the call arguments of a shape: `(512, 768)` is height and width, a dict is used as it is."""
+    """Convert a shape to call arguments: `(512, 768)` is height and width; a dict is used as is."""
     if shape is None:
         return {}
     if isinstance(shape, dict):

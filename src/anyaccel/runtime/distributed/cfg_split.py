@@ -29,17 +29,17 @@ _HALF_PRECISION_TOLERANCE = 5e-2
 
 
 def split_cfg_over_ranks(model: torch.nn.Module, *, required: bool) -> None:
-    """Run one half of every batch of a model on each of two ranks.
+    """Split every batch of a model across two ranks, one half each.
 
-    If the halves do not give the result of the whole batch, raise if the split is `required`; otherwise run whole
-    batches.
+    If the halves do not reproduce the result of the whole batch, raise if the split is `required`; otherwise run
+    unsplit batches.
     """
     first = next(iter(inspect.signature(model.forward).parameters))
     set_override(model, Slot.CFG_SPLIT, _CfgSplit(first, required))
 
 
 class _CfgSplit:
-    """The override of one model's forward."""
+    """An override of a model's forward that runs one half of each batch per rank."""
 
     def __init__(self, first: str, required: bool) -> None:
         self.first, self.required = first, required
@@ -71,7 +71,7 @@ class _CfgSplit:
         return map_tensors(half, _gather_halves)
 
     def _compare(self, forward: Forward, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the first batch of a size both whole and in halves; return the whole one."""
+        """Run the first batch of each size both whole and in halves, compare the outputs, and return the whole one."""
         # Some models mix the rows of a batch, for example with attention across the images of a batch.
         whole = forward(*args, **kwargs)
         try:
@@ -109,7 +109,7 @@ def _is_batched(tensor: torch.Tensor, rows: int) -> bool:
 
 
 def _gather_halves(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the output halves of both ranks as one tensor."""
+    """Gather the output halves from both ranks into one tensor."""
     half = tensor.contiguous()
     halves = [torch.empty_like(half) for _ in range(2)]
     torch.distributed.all_gather(halves, half)
@@ -117,7 +117,7 @@ def _gather_halves(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _find_difference(whole: Any, joined: Any) -> str:
-    """Return a description of how two outputs differ; empty if they differ only by rounding."""
+    """Describe how two outputs differ; return an empty string if they differ only by rounding."""
     for expected, actual in zip(_list_tensors(whole), _list_tensors(joined), strict=True):
         if expected.shape != actual.shape:
             return f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"

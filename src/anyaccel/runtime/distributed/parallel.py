@@ -60,7 +60,7 @@ _MAX_WEIGHTS_SHARE = 0.8
 
 
 def count_ranks() -> int:
-    """Return the number of ranks, from the process group or, before it exists, from torchrun's variables."""
+    """Return the number of ranks, from the process group or, before it exists, torchrun's environment variables."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_world_size()
@@ -78,7 +78,7 @@ def read_ranks(opened: OpenDevice, facts: PipelineFacts, options: PlacementOptio
 
 
 def _fits_one_device(opened: OpenDevice, facts: PipelineFacts, options: PlacementOptions) -> bool | None:
-    """Return whether the weights fit on one device; None if its memory is not measurable."""
+    """Return whether the weights fit on one device; None if the device's memory cannot be measured."""
     # By total memory, because free memory can differ between ranks, and all ranks must make the same plan.
     try:
         total = opened.driver.memory(opened.index).total_bytes
@@ -144,7 +144,7 @@ def check_splits(pipe: Any, split: Split | None) -> None:
 
 
 def split_models(pipe: Any, placement: Placement) -> None:
-    """Split the denoisers as planned; for a tensor split their weights must be on the CPU."""
+    """Split the denoisers as planned; tensor parallelism requires their weights to be on the CPU."""
     split = placement.plan.parallel.value
     assert split is not None
     models = find_models(pipe)
@@ -189,7 +189,7 @@ def _make_mesh(kind: str, split: Split) -> Any:
 
 
 def share_noise(request: CallRequest) -> CallRequest:
-    """Return the request with the seeds and generator states of rank 0, so all ranks draw the same noise."""
+    """Return the request with rank 0's seeds and generator states, so all ranks draw the same noise."""
     passed = request.arguments.get("generator")
     generators = [
         torch.default_generator,

@@ -1,9 +1,9 @@
-"""Streaming of layers: weights stay in host memory and each layer is copied to the device when it runs.
+"""Layer streaming: weights stay in host memory and each layer is copied to the device when it runs.
 
 This is diffusers' group offloading with one leaf module per group. Blocks are not used as groups: one block of SDXL's
 UNet is 47 % of its weights, and an autoencoder's blocks belong to a forward that pipelines never call.
 
-The private names of diffusers that this module uses are in `upstream/diffusers_internals.py`.
+The private diffusers names that this module uses are in `upstream/diffusers_internals.py`.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def _make_group_class() -> type:
     from diffusers.hooks.group_offloading import ModuleGroup
 
     class HostBackedGroup(ModuleGroup):
-        """A group that returns its tensors to the host memory they came from.
+        """An offload group that restores its original host tensors instead of copying weights back.
 
-        Without a stream, diffusers copies weights back after each layer: 13.2 s instead of 4.0 s per step of
-        FLUX.1-schnell on one H200. With a stream, it restores the tensors of the start and would lose a later
-        `weight.data = tensor`.
+        Without a stream, diffusers copies weights back after each layer: 13.2 s instead of 4.0 s per step for
+        FLUX.1-schnell on one H200. With a stream, diffusers restores the tensors that it saved at the start, which
+        would discard a later `weight.data = tensor`.
         """
 
         @torch.compiler.disable()  # type: ignore[untyped-decorator]
@@ -100,7 +100,7 @@ def has_new_weights(model: torch.nn.Module) -> bool:
 
 
 def end_streaming_call(model: torch.nn.Module, *, failed: bool = False) -> None:
-    """Offload the layers that a call left on the device: prefetched ones, or those of a failed call."""
+    """Offload the layers that a call left on the device: prefetched layers, or those of a failed call."""
     if not is_streamed(model):
         return
     for _, registry in _list_registries(model):

@@ -1,6 +1,6 @@
-"""Residences: which weights are on the device during a call (all, or those of one phase, model or layer).
+"""Memory modes: which weights are on the device during a call (all, or those of one phase, model or layer).
 
-`component` is diffusers' model offload. `layer` is diffusers' group offloading on devices with their own memory
+`component` is diffusers' model CPU offload. `layer` is diffusers' group offloading on devices with their own memory
 (`group_offload`). On devices that share memory with the CPU, moving weights to the CPU frees nothing, so `phase` and
 `layer` read weights from disk: `phase` with the hook in this module, `layer` with accelerate's `disk_offload`.
 """
@@ -49,7 +49,7 @@ _OFFLOADER = "_anyaccel_offloader"
 
 
 def set_residence(pipe: Any, residence: Residence, device: torch.device, opened: OpenDevice) -> None:
-    """Apply a residence to a pipeline with all weights on the CPU."""
+    """Apply a memory mode to a pipeline that has all its weights on the CPU."""
     with being_offloaded(pipe), torch.no_grad():
         if residence == "resident":
             pipe.to(device, silence_dtype_warnings=True, hpu_migration=False)
@@ -62,7 +62,7 @@ def set_residence(pipe: Any, residence: Residence, device: torch.device, opened:
 
 
 def _stream(pipe: Any, device: torch.device, *, use_stream: bool) -> None:
-    """Stream the layers of all models that support it; the others stay on the device."""
+    """Stream the layers of all models that support it; move the other models to the device."""
     models, never_offloaded = find_models(pipe), read_never_offloaded(pipe)
     weights = sum(tensor.nbytes for model in models.values() for tensor in model.parameters())
     # Pinned weights can need twice their size: torch rounds pinned allocations up to powers of two,
@@ -76,12 +76,12 @@ def _stream(pipe: Any, device: torch.device, *, use_stream: bool) -> None:
 
 
 def has_unstreamed_weights(pipe: Any) -> bool:
-    """Return whether a streamed model got new parameters, which have no hooks and would stay on the CPU."""
+    """Return whether a streamed model has new parameters, which have no hooks and would stay on the CPU."""
     return any(has_new_weights(model) for model in find_models(pipe).values())
 
 
 def end_phase(pipe: Any, *, failed: bool = False) -> None:
-    """Release the weights of the last phase, and layers that a call left on the device."""
+    """Release the weights of the last phase, and any layers that a call left on the device."""
     offloader = vars(pipe).get(_OFFLOADER)
     if isinstance(offloader, _PhaseOffloader):
         offloader.release_all()
@@ -90,7 +90,7 @@ def end_phase(pipe: Any, *, failed: bool = False) -> None:
 
 
 def find_lost_change(pipe: Any) -> str | None:
-    """Return the name of a model with offloaded weights that the user changed; the change has no effect."""
+    """Return the name of a model with offloaded weights that the user changed without effect, or None."""
     for name, component in find_components(pipe).items():
         if not isinstance(component, torch.nn.Module):
             continue
@@ -110,7 +110,7 @@ def find_lost_change(pipe: Any) -> str | None:
 
 
 def make_lost_change_error(name: str) -> UsageError:
-    """Return the error for a change of offloaded weights."""
+    """Return the error for a change to offloaded weights."""
     return UsageError(
         f"the weights of {name} were changed while they were offloaded, and the change is lost",
         hint='restore them with pipe.to("cpu", memory="resident"), change them there, then place the pipeline again; '
@@ -119,7 +119,7 @@ def make_lost_change_error(name: str) -> UsageError:
 
 
 def move_to_cpu(pipe: Any) -> None:
-    """Move all weights to the CPU and remove the hooks of the current residence."""
+    """Move all weights to the CPU and remove the hooks of the current memory mode."""
     with being_offloaded(pipe):
         pipe.remove_all_hooks()
     for model in find_models(pipe).values():
@@ -133,7 +133,7 @@ def move_to_cpu(pipe: Any) -> None:
 
 
 def _offload_to_disk(pipe: Any, device: torch.device, *, by_layer: bool) -> None:
-    """Write the weights of all models to files and release them until a model or a layer runs."""
+    """Write all weights to disk and release them; each model or layer loads its weights when it runs."""
     offloader = _PhaseOffloader(pipe, device, read_facts(pipe).denoisers)
     vars(pipe)[_OFFLOADER] = offloader
     models = {
@@ -148,7 +148,7 @@ def _offload_to_disk(pipe: Any, device: torch.device, *, by_layer: bool) -> None
 
 
 class _PhaseOffloader:
-    """The models of a pipeline that are loaded now, and the folder with the weights of all of them.
+    """The currently loaded models of a pipeline, and the folder that stores the weights of all its models.
 
     There are two phases: the denoisers are loaded together, and so are all other models.
     """
@@ -207,10 +207,10 @@ class _LoadFromDiskHook(ModelHook):  # type: ignore[misc]
 
 
 class _DiskWeights:
-    """The weights of one model in a file, with the modules that own each of them.
+    """A model's weights in a file, with the modules that own each weight.
 
-    Owners are modules, not names: an adapter that wraps a layer changes its name. Weights that were added later, such
-    as those of the adapter, are not in the file and move between the CPU and the device.
+    Owners are stored as modules, not names, because an adapter that wraps a layer changes the layer's name. Weights
+    that were added later, such as adapter weights, are not in the file and move between the CPU and the device.
     """
 
     def __init__(self, path: Path, model: torch.nn.Module) -> None:
@@ -247,7 +247,7 @@ class _DiskWeights:
         return _get(self.owners[key]) is not original or read_version(original) != version
 
     def read(self, device: torch.device) -> None:
-        """Load the weights to a device."""
+        """Load the weights onto a device."""
         with torch.inference_mode(False), torch.no_grad():  # as in `release`
             self._read(device)
 
@@ -264,7 +264,7 @@ class _DiskWeights:
         self._move_others(device)
 
     def _move_others(self, device: torch.device) -> None:
-        """Move buffers and the parameters that are not in the file."""
+        """Move buffers, and parameters that are not in the file, to a device."""
         for module in self.model.modules():
             buffers, parameters = read_buffer_table(module), read_parameter_table(module)
             for name, buffer in buffers.items():
@@ -277,7 +277,7 @@ class _DiskWeights:
 
 
 def _find_owners(model: torch.nn.Module) -> dict[str, list[tuple[torch.nn.Module, str]]]:
-    """Return the modules and attribute names of each weight, by its first path; a tied weight has several."""
+    """Map the first path of each weight to its owners (module and attribute name); tied weights have several."""
     keys: dict[int, str] = {}
     owners: dict[str, list[tuple[torch.nn.Module, str]]] = {}
     for path, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Outcomes of out-of-memory retries: the memory rule that a call needed on a device, stored across processes."""
+"""Outcomes of out-of-memory retries: the memory settings that a call needed, stored across processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OUTCOMES: dict[str, tuple[MemoryRule, int]] = {}
 
 
 def save_outcome(key: str, rule: MemoryRule, capacity_bytes: int | None) -> None:
-    """Store the rule that a call needed, in this process and in a file if the cache is writable."""
+    """Store the memory settings that a call needed, in this process and, if the cache is writable, in a file."""
     _OUTCOMES[key] = (rule, capacity_bytes or 0)
     path = _path(key)
     try:
@@ -40,12 +40,12 @@ def save_outcome(key: str, rule: MemoryRule, capacity_bytes: int | None) -> None
 
 
 def has_outcome() -> bool:
-    """Return whether any outcome was ever stored; cheaper than building a key."""
+    """Return whether any outcome is stored; this check is cheaper than building a key."""
     return bool(_OUTCOMES) or _folder().is_dir()
 
 
 def load_outcome(key: str, capacity_bytes: int | None) -> MemoryRule | None:
-    """Return the rule that a call needed earlier, unless the device has more memory now."""
+    """Return the memory settings that a call needed earlier, unless the device has more memory now."""
     outcome = _OUTCOMES.get(key) or _read(key)
     if outcome is None or (capacity_bytes or 0) > outcome[1] * _MARGIN:
         return None

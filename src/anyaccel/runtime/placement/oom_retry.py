@@ -1,4 +1,4 @@
-"""Run a call with its memory rule, and retry with the next rule after an out-of-memory error."""
+"""Out-of-memory retries: run a call, and retry with the next memory settings if it runs out of memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Run = Callable[[CallRequest, int, int], Any]
 
 
 def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, run: Run) -> list[Any]:
-    """Return the results of all chunks of a request; images that are finished before an error are not run again."""
+    """Run all chunks of a request and return their results; images finished before an error are not rerun."""
     _check_weights(pipe, placement)
     before = placement.memory_rule
     rules = list_call_rules(pipe, placement, request.images)
@@ -96,7 +96,7 @@ def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, run
 
 
 def _check_weights(pipe: Any, placement: Placement) -> None:
-    """Raise if offloaded weights were changed; stream parameters that were added."""
+    """Raise if offloaded weights were changed; start streaming newly added parameters."""
     changed = find_lost_change(pipe) if placement.residence in ("phase", "layer") else None
     if changed is not None:
         raise make_lost_change_error(changed)
@@ -130,7 +130,7 @@ def _offload_after_failure(pipe: Any, placement: Placement) -> None:
 
 
 def _choose_rule(pipe: Any, placement: Placement, request: CallRequest, rules: list[MemoryRule]) -> CallPlan:
-    """Return the plan of an earlier call of this shape, the stored outcome of one, or a new prediction."""
+    """Return the plan for a call, from an earlier call of this shape, a stored outcome or a new prediction."""
     shape = shape_of(request)
     if placement.plan.parallel.value is not None:
         return CallPlan(Decision(rules[0], placement.weights_rule.reason))
@@ -162,7 +162,7 @@ def _images_per_call(placement: Placement, rule: MemoryRule) -> int | None:
 
 
 def apply_rule(pipe: Any, placement: Placement, decision: Decision[MemoryRule], call: CallPlan | None = None) -> None:
-    """Apply a memory rule to a pipeline: residence, VAE tiling and attention slicing."""
+    """Apply memory settings to a pipeline: memory mode, VAE tiling and attention slicing."""
     rule = decision.value
     if rule.residence != placement.residence:
         move_weights(pipe, placement, rule.residence)
@@ -185,7 +185,7 @@ def apply_rule(pipe: Any, placement: Placement, decision: Decision[MemoryRule], 
 
 
 def move_weights(pipe: Any, placement: Placement, residence: Residence) -> None:
-    """Move the weights to a residence."""
+    """Move the weights as a memory mode requires."""
     placement.residence = None  # unknown if the move is interrupted
     remove_speedups(pipe, placement)
     move_to_cpu(pipe)  # outside of the function mode, which moves CPU tensors to a device that may be full
@@ -195,7 +195,7 @@ def move_weights(pipe: Any, placement: Placement, residence: Residence) -> None:
 
 
 def _restore(pipe: Any, placement: Placement, before: Decision[MemoryRule]) -> None:
-    """Restore the memory rule before a failed call; if it does not fit any more, leave the weights on the CPU."""
+    """Restore the memory settings from before a failed call; if they no longer fit, leave the weights on the CPU."""
     free_memory(placement)
     try:
         apply_rule(pipe, placement, before)
@@ -207,7 +207,7 @@ def _restore(pipe: Any, placement: Placement, before: Decision[MemoryRule]) -> N
 
 
 def clear_traceback_frames(error: BaseException) -> None:
-    """Release the local variables of the failed functions, including those of chained exceptions."""
+    """Release the local variables held by a traceback, including those of chained exceptions."""
     # A traceback references its frames, and they reference tensors on the device:
     # https://github.com/pytorch/pytorch/issues/27600
     current: BaseException | None = error
@@ -217,7 +217,7 @@ def clear_traceback_frames(error: BaseException) -> None:
 
 
 def free_memory(placement: Placement) -> None:
-    """Release unreachable tensors and the cached memory of the device."""
+    """Release unreachable tensors and the device's cached memory."""
     release_unreachable()
     try:
         placement.opened.driver.empty_cache()

@@ -1,4 +1,4 @@
-"""Place a pipeline: open the device, make the plan, and move the pipeline as planned."""
+"""Placement of a pipeline: open the device, create the plan, and move the pipeline as planned."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Device = str | int | torch.device | OpenDevice
 
 
 def resolve_device(device: Device | None, options: PlacementOptions) -> OpenDevice:
-    """Open a device, after setting the environment variables that the vendor's software reads; None is the CPU."""
+    """Open a device, after setting the environment variables that the vendor's software reads; None means the CPU."""
     if isinstance(device, OpenDevice):
         _set_variables(device.sheet, options)
         return device
@@ -124,7 +124,7 @@ def place_pipeline(
 ) -> None:
     """Plan a pipeline for a device and move it there; `move(device, dtype)` is diffusers' own `to`.
 
-    `offloaded` is the residence if the user enables offloading with a diffusers method. Pass `dtype` if the dtype
+    `offloaded` is the memory mode if the user enabled offloading with a diffusers method. Pass `dtype` if the dtype
     is already decided.
     """
     before = find_placement(pipe)
@@ -175,7 +175,7 @@ def place_pipeline(
 
 
 def _undo(pipe: Any, before: Placement | None) -> None:
-    """Remove the speed-ups of the earlier placement and restore its offloaded weights on the CPU."""
+    """Remove the speedups of the earlier placement and restore its offloaded weights on the CPU."""
     remove_speedups(pipe, before)
     offloaded_by_plan = before is not None and before.residence != "resident" and not before.offloaded_by_user
     if offloaded_by_plan or any(is_streamed(model) for model in find_models(pipe).values()):
@@ -186,7 +186,7 @@ def _undo(pipe: Any, before: Placement | None) -> None:
 
 @contextmanager
 def _dropping_placement_on_error(pipe: Any) -> Iterator[None]:
-    """Remove the earlier placement if the move fails: some weights may have moved or changed their dtype."""
+    """Remove the earlier placement if the move fails, because some weights may already be moved or cast."""
     try:
         yield
     except BaseException:  # including KeyboardInterrupt
@@ -210,7 +210,7 @@ def _explain_smaller_dtype(smaller: str, chosen: str, error: DoesNotFitError) ->
 
 
 def _plan_weights(pipe: Any, draft: Placement, offloaded: Residence | None) -> Placement:
-    """Add the memory decision to a draft placement; it depends on the free memory of the device."""
+    """Return the draft placement with a memory decision, which depends on the device's free memory."""
     rule = Decision(MemoryRule(offloaded), "requested") if offloaded else plan_weights(pipe, draft)
     plan = replace(draft.plan, memory=rule)
     placement = Placement(draft.opened, draft.device, plan, draft.options, loaded=draft.loaded, weights_rule=rule)
@@ -219,7 +219,7 @@ def _plan_weights(pipe: Any, draft: Placement, offloaded: Residence | None) -> P
 
 
 def _move(pipe: Any, placement: Placement, move: Any) -> None:
-    """Move the weights to the planned residence; after an out-of-memory error, to the next one."""
+    """Move the weights as the planned memory mode requires; after an out-of-memory error, try the next mode."""
     planned = placement.weights_rule.value.residence
     residences = list_pipeline_residences(pipe, placement)
     for residence in residences[residences.index(planned) :] if planned in residences else (planned,):
@@ -275,7 +275,7 @@ def _cast_denoisers(pipe: Any, plan: Plan, dtype: torch.dtype) -> None:
 
 
 def _capture(pipe: Any, opened: OpenDevice) -> None:
-    """Replace the denoisers with captured graphs of the device, once."""
+    """Replace each denoiser with a captured device graph, unless that was already done."""
     for name in read_facts(pipe).denoisers:
         model = getattr(pipe, name)
         if not vars(model).get("_anyaccel_captured"):  # a second placement must not wrap the graph again
@@ -285,7 +285,7 @@ def _capture(pipe: Any, opened: OpenDevice) -> None:
 
 
 def replan(pipe: Any, placement: Placement, requested: dict[str, Any]) -> None:
-    """Make a new plan for changed options; device, residence and dtype do not change."""
+    """Create a new plan for changed options; device, memory mode and dtype do not change."""
     options = read_options(requested, placement.options)
     before = placement.plan
     plan = plan_pipeline(pipe, placement.opened, replace(options, dtype=before.dtype.value), before.dtype)
@@ -294,7 +294,7 @@ def replan(pipe: Any, placement: Placement, requested: dict[str, Any]) -> None:
 
 
 def attach_placement(pipe: Any, placement: Placement, before: Placement | None = None) -> None:
-    """Set the placement of a pipeline and the input adapters of its models."""
+    """Attach a placement to a pipeline, and input adapters to its models."""
     if before is not None and before.device == placement.device:
         placement.cache_dir = before.cache_dir
         placement.report.compiled_models = before.report.compiled_models
@@ -334,7 +334,7 @@ def place_new_models(pipe: Any, placement: Placement) -> None:
 
 
 def _apply_process_settings(plan: Plan, opened: OpenDevice) -> None:
-    """Apply the settings of a plan that affect the whole process."""
+    """Apply the plan settings that affect the whole process."""
     if plan.bf16_attention.value:
         allow_half_precision_attention()
     if plan.capture.value:
@@ -342,7 +342,7 @@ def _apply_process_settings(plan: Plan, opened: OpenDevice) -> None:
 
 
 def restore_float32_modules(pipe: Any, plan: Plan) -> None:
-    """Cast the modules back to float32 that their model class requires in float32."""
+    """Cast modules back to float32 if their model class requires float32 for them."""
     # `from_pretrained` respects `_keep_in_fp32_modules`, but `to(dtype)` casts these modules too.
     if plan.dtype.value == "float32":
         return

@@ -1,4 +1,4 @@
-"""Speed-ups of a placed pipeline: compilation, graph capture, quantization and step skipping."""
+"""Speedups for a placed pipeline: compilation, graph capture, quantization and step skipping."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _LOG = logging.getLogger("anyaccel")
 
 @dataclass
 class SpeedState:
-    """The images and seconds measured so far, which decide when to compile, and the state of compilation."""
+    """Compilation state, and the measured image count and seconds that decide when to compile."""
 
     images: int = 0
     seconds: float = 0.0
@@ -60,7 +60,7 @@ class SpeedState:
 
 @contextmanager
 def apply_speedups(pipe: Any, placement: Placement, request: CallRequest) -> Iterator[None]:
-    """Apply the speed-ups of the plan to a call and measure its time."""
+    """Apply the plan's speedups to a call and measure its time."""
     if placement.residence != "resident" or placement.shared:
         with track_steps(pipe, None):  # a call inside a callback must not count as steps of the outer call
             yield
@@ -90,7 +90,7 @@ def apply_speedups(pipe: Any, placement: Placement, request: CallRequest) -> Ite
 
 @contextmanager
 def _pause_gc(pause: bool) -> Iterator[None]:
-    """Pause the garbage collector while a call compiles."""
+    """Pause the garbage collector during a call that compiles."""
     # It takes about a fifth of the compile time and frees almost nothing. Dynamo also collects after every graph
     # (run_gc_after_compile): https://github.com/pytorch/pytorch/pull/142519
     if not pause:
@@ -122,7 +122,7 @@ def _run_or_reuse(model_id: int, forward: Callable[..., Any], args: tuple[Any, .
 
 
 def load_compiled(pipe: Any, placement: Placement, speed: SpeedState, shape: str) -> dict[str, str] | None:
-    """Load the compile-cache entry of a shape before its first run; return the key if there is nothing to load."""
+    """Load the compile-cache entry for a shape before its first run; return its key if nothing was loaded."""
     key = make_cache_key(pipe, placement, shape)
     payload = load_payload(key)
     if payload is None:
@@ -151,7 +151,7 @@ def save_compiled(speed: SpeedState, key: dict[str, str], seconds: float) -> Non
 
 
 def _compile(pipe: Any, placement: Placement, speed: SpeedState) -> None:
-    """Compile models as soon as it is expected to save time; again if another pipeline removed the compiled code."""
+    """Compile models once that is expected to save time; recompile if another pipeline removed the compiled code."""
     is_sliced = placement.call_plan.attention.value != placement.plan.attention.value
     if speed.compiled and (is_sliced or not _are_compiled(placement, speed.models)):
         remove_speedups(pipe, placement)
@@ -173,13 +173,13 @@ def _compile(pipe: Any, placement: Placement, speed: SpeedState) -> None:
 
 
 def _are_compiled(placement: Placement, names: tuple[str, ...]) -> bool:
-    """Return whether models still run compiled code: pipelines share models, and users replace them."""
+    """Return whether the models still run compiled code; pipelines can share models, and users can replace them."""
     modules = dict(_list_compilable(placement))
     return all(find_compiled(modules[name]) is not None for name in names if name in modules)
 
 
 def _check_compiled(placement: Placement) -> None:
-    """Make modules run eagerly that changed after compilation."""
+    """Switch modules that changed after compilation to eager mode."""
     for _, module in _list_compilable(placement):
         compiled = find_compiled(module)
         if compiled is not None:
@@ -199,7 +199,7 @@ def _list_compilable(placement: Placement) -> Iterator[tuple[str, torch.nn.Modul
 
 
 def _has_memory_for_capture(placement: Placement) -> bool:
-    """Return whether the buffers of captured graphs fit into memory; if not, report why."""
+    """Return whether the buffers for captured graphs fit into memory; if not, add the reason to the report."""
     forecast = placement.report.forecast
     if forecast is None or forecast.recorded_peak_bytes <= forecast.capacity_bytes:
         return True
@@ -229,7 +229,7 @@ def _set_capture(pipe: Any, placement: Placement, speed: SpeedState) -> None:
 
 
 def _report(placement: Placement) -> None:
-    """Add the outcome of compilation and graph capture in this call to the report."""
+    """Add the outcomes of this call's compilation and graph capture to the report."""
     captures = []
     for name, module in _list_compilable(placement):
         compiled = find_compiled(module)

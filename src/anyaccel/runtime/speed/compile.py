@@ -1,4 +1,4 @@
-"""Compilation of models with the device's `torch.compile` backend and the workarounds of graph_workarounds.py."""
+"""Compilation of models with the device's `torch.compile` backend and the workarounds from graph_workarounds.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def compile_components(
     cache_dir: str | os.PathLike[str] | None,
     fullgraph: bool | None,
 ) -> None:
-    """Compile models of a pipeline; by default the denoisers."""
+    """Compile the named models of a pipeline; by default, the denoisers."""
     rule = placement.plan.compiler.value
     if not rule.backend:
         raise NotMeasurableError(
@@ -115,7 +115,7 @@ def _select_models(pipe: Any, names: Sequence[str] | str | None) -> list[str]:
 
 
 def _compile(pipe: Any, name: str, placement: Placement, fullgraph: bool) -> None:
-    """Replace a model with a compiled one."""
+    """Replace a model with its compiled version."""
     module = getattr(pipe, name)
     if is_compiled(module):
         return
@@ -187,7 +187,7 @@ def _find_default_cache(placement: Placement, variable: str) -> str | None:
 
 @functools.cache  # one warning per process
 def _can_write(folder: Path) -> bool:
-    """Return whether the cache directory is writable; the compiler otherwise uses its own default."""
+    """Return whether the cache directory is writable; if it is not, the compiler uses its own default."""
     error = find_write_error(folder)
     if error:
         warn_not_cached(error)
@@ -213,7 +213,7 @@ def _restore_env(variable: str) -> Iterator[None]:
 
 
 def record_shape(placement: Placement, request: CallRequest) -> None:
-    """Add the size of a call to the report of a compiled pipeline; warn if the size must be compiled first."""
+    """Add a call's image size to the report of a compiled pipeline; warn if the size must be compiled first."""
     report, rule = placement.report, placement.plan.compiler.value
     if report.compiled_models is None:
         return

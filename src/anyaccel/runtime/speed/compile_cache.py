@@ -1,8 +1,8 @@
-"""The compile cache under `ANYACCEL_CACHE`: one entry per model structure, shape, dtype, device and versions.
+"""The compile cache in `ANYACCEL_CACHE`, keyed by model structure, shape, dtype, device and library versions.
 
 An entry is one file, named by the digest of its key: a line with the format name, a line of JSON (key, checksum,
-creation time, compile time) and the payload. A damaged entry is logged, removed and compiled again. Other versions and
-other devices have other keys, so their entries are never loaded.
+creation time, compile time) and the payload. A damaged entry is logged, removed and compiled again. Keys differ
+between versions and devices, so an entry for another version or device is never loaded.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _list_paths() -> list[Path]:
 
 
 def _read(path: Path) -> CacheEntry | None:
-    """Return the entry in a file; None if the file does not have the format of an entry."""
+    """Return the entry in a file; None if the file is not in the entry format."""
     try:
         if path.is_symlink() or not path.is_file():
             return None
@@ -192,7 +192,7 @@ def export_entries(path: Path, entries: list[CacheEntry]) -> int:
 def import_entries(path: Path) -> tuple[int, int, list[str]]:
     """Import the entries of an archive written by `export_entries`, replacing damaged ones.
 
-    Return the number of imported entries, the number of existing ones, and the rejected ones with reasons.
+    Return the number of imported entries, the number that already existed, and the rejected entries with reasons.
     """
     try:
         with tarfile.open(path, "r:gz") as archive:
@@ -234,7 +234,7 @@ def _read_members(archive: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
 def prune_entries(
     *, older_than_days: float | None = None, versions: dict[str, str] | None = None
 ) -> tuple[int, int, list[str]]:
-    """Remove damaged entries, entries of other versions and old entries; without arguments, remove all entries.
+    """Remove damaged entries, entries for other versions and old entries; without arguments, remove all entries.
 
     Return the number of removed entries, their size in bytes, and the paths that are not entries and remain.
     """
@@ -268,7 +268,7 @@ def _is_stale(path: Path, older_than_days: float | None, versions: dict[str, str
 
 
 def _is_old_entry(path: Path) -> bool:
-    """Return whether a path is an entry of version 0.1: a directory that contains only its two files."""
+    """Return whether a path is a version 0.1 entry: a directory that contains only the two files of that format."""
     if not _OLD_NAME.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
         return False
     return all(file.name in _OLD_FILES for file in path.iterdir())
@@ -306,7 +306,7 @@ def measure_graphs() -> int:
 
 
 def remove_graphs() -> tuple[int, list[str]]:
-    """Remove the compilers' own caches; return the freed bytes and the paths that belong to no backend."""
+    """Remove the compilers' own caches; return the freed bytes and the paths that do not belong to a backend."""
     root, freed = find_graphs_folder(), 0
     for folder in _graph_folders():
         size = _measure(folder)
@@ -322,7 +322,7 @@ def remove_graphs() -> tuple[int, list[str]]:
 
 
 def _graph_folders() -> list[Path]:
-    """Return the cache directories of the registered backends. Others may not be ours and must not be removed."""
+    """Return the cache directories of registered backends; other paths may not be ours and must not be removed."""
     from anyaccel.backends.registry import load_registry
 
     root = find_graphs_folder()

@@ -47,7 +47,7 @@ def find_versions() -> dict[str, str]:
 
 
 def _summarize_model(model: Any) -> dict[str, Any]:
-    """Return the class and the config of a model and a hash of its weights' names, shapes and dtypes."""
+    """Summarize a model: its class, its config, and a hash of its weight names, shapes and dtypes."""
     # The weights, because LoRA adapters add some without changing the config.
     weights = hashlib.sha256()
     for name, parameter in model.named_parameters():

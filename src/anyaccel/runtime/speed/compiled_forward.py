@@ -30,7 +30,7 @@ Forward = Callable[..., Any]
 
 
 class CompiledForward:
-    """The override that runs a module's compiled forward, or its eager forward with blocks compiled in place."""
+    """An override that runs a module's compiled forward, or its eager forward with blocks compiled in place."""
 
     def __init__(self, module: torch.nn.Module, name: str, compiled: Forward | None) -> None:
         self.name = name
@@ -44,7 +44,7 @@ class CompiledForward:
         self._hooks = LayerHooks(module)
 
     def begin_call(self) -> None:
-        """Check at the start of a pipeline call whether the module is still the one that was compiled."""
+        """Fall back to eager mode if the module changed after compilation; called at the start of a pipeline call."""
         module = self._module()
         if self.failure or module is None:
             return
@@ -103,13 +103,13 @@ def find_compiled(module: Any) -> CompiledForward | None:
 
 
 def remove_compiled_blocks(module: torch.nn.Module) -> list[tuple[torch.nn.Module, Any]]:
-    """Make blocks that were compiled in place run eagerly; return the removed calls with their modules."""
+    """Remove the compiled calls from blocks that were compiled in place; return each call with its block."""
     removed = [(layer, remove_compiled_call(layer)) for layer in module.modules()]
     return [(layer, compiled) for layer, compiled in removed if compiled is not None]
 
 
 def _run_eagerly(module: torch.nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a forward without its compiled blocks; restore them if the model itself raises."""
+    """Run a module's forward with uncompiled blocks; restore the compiled ones if the forward raises."""
     removed = remove_compiled_blocks(module)
     try:
         return forward(*args, **kwargs)

@@ -22,7 +22,7 @@ _MIN_ROW_MAX = 1e-12
 
 
 class Float8Linear(torch.nn.Module):
-    """Replacement of `torch.nn.Linear` that stores only the float8 weight."""
+    """Replacement for `torch.nn.Linear` that stores only the float8 weight."""
 
     packed: torch.Tensor
     scales: torch.Tensor
@@ -67,7 +67,7 @@ def multiply_float8(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Multiply float8 rows with a float8 weight; return the product in `dtype`."""
+    """Multiply float8 rows by a float8 weight; return the product in `dtype`."""
     return scaled_mm(
         rows,
         weight.t(),
@@ -80,7 +80,7 @@ def multiply_float8(
 
 
 def check_float8(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise if the device cannot multiply in float8, or if the result is wrong."""
+    """Raise if the device does not support float8 matrix multiplication or returns wrong results."""
     layer = torch.nn.Linear(32, 32, device=device, dtype=dtype)
     rows = torch.linspace(-1, 1, 32 * 32, device=device, dtype=dtype).reshape(32, 32)
     with torch.no_grad():

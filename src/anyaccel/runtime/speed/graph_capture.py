@@ -1,8 +1,8 @@
-"""Device graphs: the work of a denoiser is captured once per input shape and replayed, as with CUDA graphs.
+"""Device graphs: a denoiser's work is captured once per input shape and then replayed, as with CUDA graphs.
 
-A captured graph reads its inputs from fixed buffers and writes its outputs to others, so inputs are copied in and
-outputs are copied out. A graph is replayed only if its first replay matched the eager result, and only while the
-module, the torch modes and the numeric settings are the same as at the capture. Otherwise the eager forward runs.
+A captured graph reads its inputs from fixed buffers and writes its outputs to fixed buffers, so inputs are copied in
+and outputs are copied out. A graph is replayed only if its first replay matched the eager result, and only while the
+module, the torch modes and the numeric settings are the same as during capture. Otherwise the eager forward runs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PLAIN_TYPES = (str, int, float, bool, type(None), torch.dtype, torch.device)
 
 @dataclass
 class _CapturedShape:
-    """The state of one input shape: warm-up runs, then a graph or the reason why there is none."""
+    """The capture state for one input shape: warmup runs, then a graph or the reason why there is none."""
 
     runs: int = 0
     failure: str = ""
@@ -60,7 +60,7 @@ class _CapturedShape:
 
 
 class GraphCapture:
-    """The override that captures and replays the forward of a module."""
+    """An override that captures and replays the forward of a module."""
 
     def __init__(self, module: torch.nn.Module, recorder: Recorder, synchronize: Callable[[], None]) -> None:
         self.recorder, self.synchronize = recorder, synchronize
@@ -89,7 +89,7 @@ class GraphCapture:
         self._shapes.clear()
 
     def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replay the graph of the input shape, or run the forward."""
+        """Replay the graph for the input shape if there is one; otherwise run the forward."""
         obstacle = self._find_obstacle()
         if obstacle is not None:
             self.status = obstacle or self.status
@@ -104,7 +104,7 @@ class GraphCapture:
                 self._running = False
 
     def _find_obstacle(self) -> str | None:
-        """Return why this call must run eagerly, or None. An empty string is not added to the report."""
+        """Return why this call must run eagerly, or None. An empty reason is not added to the report."""
         module = self._module()
         if torch.is_grad_enabled() or is_autocast_enabled() or module is None:
             return ""
@@ -165,7 +165,7 @@ class GraphCapture:
         return shape
 
     def _time(self, shape: _CapturedShape, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Run once with timing; mark a module as not capturable if it keeps state or modifies its arguments."""
+        """Run and time the forward once; mark the module as not capturable if it keeps state or changes its inputs."""
         fingerprint, leaves = self._fingerprint, tree_flatten((args, kwargs))[0]
         self.synchronize()
         start = time.perf_counter()
@@ -183,7 +183,7 @@ class GraphCapture:
         return output
 
     def _capture(self, shape: _CapturedShape, forward: Forward, leaves: list[Any], spec: Any) -> Any:
-        """Capture a shape, and keep the graph if its first replay matches the eager result."""
+        """Capture a graph for a shape; keep it if its first replay matches the eager result."""
         tensors = _find_tensors(leaves)
         eager = _run(forward, spec, leaves, tensors)
         # Inference tensors cannot be written to outside of inference mode, where a later call may run.
@@ -221,7 +221,7 @@ class GraphCapture:
 
 
 def _has_foreign_modes() -> bool:
-    """Return whether a `TorchFunctionMode` of another library is active, which a replay would not run."""
+    """Return whether a `TorchFunctionMode` from another library is active; a replay would skip it."""
     if not count_function_modes():
         return False
     return any(not isinstance(mode, PipelineFunctionMode | ModelFunctionMode) for mode in read_function_modes())
@@ -236,7 +236,7 @@ def _run(forward: Forward, spec: Any, leaves: list[Any], tensors: list[torch.Ten
 
 
 def _make_leaf_key(leaf: Any) -> Any:
-    """Return what a graph depends on: shape, strides, dtype and device of a tensor, the value of anything else."""
+    """Return the key of one argument: shape, strides, dtype and device of a tensor, or any other value itself."""
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
     if not isinstance(leaf, _PLAIN_TYPES):
@@ -257,9 +257,9 @@ def _find_tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _is_close(replayed: Any, eager: Any, tolerance: float) -> bool:
-    """Return whether a replay matches the eager result within a relative error of the norm.
+    """Return whether a replay matches the eager result within a relative tolerance.
 
-    An eager result with NaN or Inf always matches: the NaN check reports it.
+    An eager result with NaN or Inf always counts as a match, because the NaN check reports it.
     """
     for actual, expected in zip(tree_flatten(replayed)[0], tree_flatten(eager)[0], strict=True):
         if not isinstance(actual, torch.Tensor):

@@ -1,11 +1,11 @@
-"""Workarounds inside the graph of a compiled model.
+"""Workarounds applied to the graphs of compiled models.
 
 A compiled model runs without a torch function mode. Instead, unsupported dtypes, attention, `torch.empty` and
 `baddbmm(beta=0)` are replaced in its graph before compilation. Without these workarounds some devices silently return
 wrong results or run out of memory.
 
-Known limitations: complex dtypes, data-dependent shapes and random functions are not replaced. A model that needs one
-of the first two does not compile on a device without it, and runs eagerly. Denoisers and decoders use no random values.
+Known limitations: complex dtypes, data-dependent shapes and random functions are not replaced. If the device lacks one
+of the first two, a model that needs it does not compile and runs eagerly. Denoisers and decoders use no random values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REPLACED_DTYPES = ("float64",)
 
 @dataclass(frozen=True)
 class GraphWorkarounds:
-    """The workarounds that a plan needs in graphs. Hashable, because backends are cached by it."""
+    """The workarounds that a plan requires in graphs; hashable, because it is part of the backend cache key."""
 
     device: str = ""
     dtypes: tuple[tuple[str, str], ...] = ()
@@ -50,7 +50,7 @@ class GraphWorkarounds:
         module.recompile()
 
     def _make_handlers(self) -> dict[Any, Any]:
-        """Return the same handlers that are used inside an eager model."""
+        """Return the same handlers that eager models use."""
         handlers = uninitialized_memory.make_zero_empty_handlers(torch.device(self.device)) if self.zero_empty else {}
         if self.ignore_beta_zero:
             handlers |= uninitialized_memory.make_beta_zero_handlers()
@@ -60,7 +60,7 @@ class GraphWorkarounds:
 
 
 def read_graph_workarounds(plan: Plan, device: torch.device) -> GraphWorkarounds:
-    """Return the workarounds that a plan needs in graphs for a device."""
+    """Return the workarounds that a plan requires in graphs for a device."""
     workarounds = plan.workarounds.value
     return GraphWorkarounds(
         device=device.type,
@@ -72,7 +72,7 @@ def read_graph_workarounds(plan: Plan, device: torch.device) -> GraphWorkarounds
 
 
 def _replace_dtypes(module: torch.fx.GraphModule, dtypes: dict[torch.dtype, torch.dtype]) -> None:
-    """Replace unsupported dtypes in the arguments of all calls."""
+    """Replace unsupported dtypes in the arguments of all calls in a graph."""
 
     def replace(value: Any) -> Any:
         return dtypes.get(value, value) if isinstance(value, torch.dtype) else value
@@ -87,7 +87,7 @@ def _replace_dtypes(module: torch.fx.GraphModule, dtypes: dict[torch.dtype, torc
 
 
 def _replace_functions(module: torch.fx.GraphModule, handlers: dict[Any, Any]) -> None:
-    """Replace functions with calls of their handlers, which the compiler traces through."""
+    """Replace functions with calls to their handlers, which the compiler traces through."""
     for node in module.graph.nodes:
         function = getattr(torch.Tensor, node.target, None) if node.op == "call_method" else node.target
         if node.op in ("call_function", "call_method") and function in handlers:
@@ -95,7 +95,7 @@ def _replace_functions(module: torch.fx.GraphModule, handlers: dict[Any, Any]) -
 
 
 def _bind(handler: Callable[..., Any], function: Any) -> Callable[..., Any]:
-    """Return a handler as a function with the signature of the function it replaces."""
+    """Wrap a handler in a function that has the signature of the function it replaces."""
 
     def call_handler(*args: Any, **kwargs: Any) -> Any:
         return handler(function, args, kwargs)

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-not-found, misc, no-untyped-call"
 """Triton kernels for group normalization of channels-last images, with an optional SiLU.
 
-Each program reads whole pixels, which are contiguous in memory. The first pass computes mean and sum of squared
-differences per channel, a small second pass combines channels into groups, and the third pass normalizes. For small
-images one program normalizes one group in a single kernel. Sums are accumulated in float32, of differences from a
-pivot, which avoids cancellation.
+Each program reads whole pixels, which are contiguous in memory. The first pass computes the mean and the sum of squared
+differences per channel, a small second pass combines channels into groups, and the third pass normalizes. For
+low-resolution images, a single kernel normalizes one group per program. Differences from a pivot are summed in float32,
+which avoids cancellation.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _normalize_group(
 def _measure_channels(
     x, stats, pixels, channels, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Compute mean and sum of squared differences of each channel over one part of the pixels."""
+    """Compute the mean and the sum of squared differences of each channel over one block of pixels."""
     image, part = tl.program_id(0), tl.program_id(1)
     column = tl.arange(0, COLUMNS)
     inside = column < channels
@@ -104,7 +104,7 @@ def _combine_channels(
     stats, weight, bias, factors, pixels, channels, parts, rows, epsilon,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Compute factor and shift of each channel from the mean and variance of its group."""
+    """Compute the scale factor and shift of each channel from the mean and variance of its group."""
     image, group = tl.program_id(0), tl.program_id(1)
     index = tl.arange(0, SIZE)
     inside = index < WIDTH
@@ -140,7 +140,7 @@ def _combine_channels(
 def _apply(
     x, factors, out, pixels, channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr
 ):  # fmt: skip
-    """Multiply by the channel's factor, add the channel's shift and apply the activation."""
+    """Multiply by each channel's scale factor, add its shift, and apply the activation."""
     image = tl.program_id(1)
     column = tl.arange(0, COLUMNS)
     inside = column < channels

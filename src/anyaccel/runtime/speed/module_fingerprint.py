@@ -1,8 +1,8 @@
-"""Fingerprints of modules, which detect changes after compilation or graph capture.
+"""Module fingerprints, which detect changes after compilation or graph capture.
 
 A fingerprint covers everything that a replay would miss: the addresses of weights, all attributes of all layers and
 attention processors, hooks, adapters, and patched functions of classes and modules. A comparison takes a few
-milliseconds for a large UNet, while the device is busy.
+milliseconds for a large UNet and overlaps with work on the device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TRUSTED_LIBRARIES = frozenset(("torch", "diffusers", "transformers", "peft", "t
 
 
 class LayerHooks:
-    """The hooks of a module's layers, torch's global hooks, and hooks of accelerate and diffusers."""
+    """Hooks that affect a module: its layers' hooks, torch's global hooks, and accelerate and diffusers hooks."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         layers = [layer for layer in module.modules() if layer is not module]
@@ -71,12 +71,12 @@ class LayerHooks:
         )
 
     def covers_all_layers(self) -> bool:
-        """Return whether the module still has the same layers; loading an adapter replaces some."""
+        """Return whether the module still has the same layers; loading an adapter, for example, replaces some."""
         return all(map(eq, map(list, map(dict.values, self._child_tables)), self._children))
 
 
 class PatchedCode:
-    """The functions that a module consists of, to detect monkey patches."""
+    """A snapshot of the functions that a module uses, to detect monkey patches."""
 
     def __init__(self, module: torch.nn.Module, *others: Any) -> None:
         self._classes = _list_classes(module)
@@ -104,7 +104,7 @@ class PatchedCode:
 
 
 def find_custom_code(module: torch.nn.Module) -> str:
-    """Return the name of user code inside a module, which a replay would not run; an empty string if there is none."""
+    """Return the name of user code inside a module, which a replay would skip; an empty string if there is none."""
     for cls in _list_classes(module):
         if not _is_trusted(cls.__module__):
             return cls.__name__
@@ -139,7 +139,7 @@ def _is_trusted(source: str) -> bool:
 
 
 class ModuleFingerprint:
-    """The state of a module at one moment."""
+    """A snapshot of a module's state."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         # Weak, because the module holds this object: a cycle would keep its weights until a garbage collection.
@@ -166,7 +166,7 @@ class ModuleFingerprint:
         self._lengths = self._read_lengths()
 
     def holds(self) -> bool:
-        """Return whether the module has not changed."""
+        """Return whether the module is unchanged since the snapshot."""
         return (
             self._read_lengths() == self._lengths
             and all(map(is_, self._read_types(), self._types))
@@ -177,7 +177,7 @@ class ModuleFingerprint:
         )
 
     def _read_layers(self) -> Iterator[dict[str, Any]]:
-        """Yield the `__dict__` of every layer, starting with the module; nothing if the module was released."""
+        """Yield the `__dict__` of every layer, starting with the module; nothing if the module no longer exists."""
         module = self._module()
         return iter(()) if module is None else chain([vars(module)], self._inner_layers)
 
@@ -196,7 +196,7 @@ class ModuleFingerprint:
         )
 
     def _read_items(self) -> Iterator[Any]:
-        """Yield the items of lists and dicts, which are changed in place: layers, hooks, adapter scales."""
+        """Yield the items of lists and dicts that can change in place: layers, hooks, adapter scales."""
         return chain(chain.from_iterable(table.values() for table in self._dicts), *self._lists)
 
     def _read_addresses(self) -> Iterator[Any]:
@@ -205,7 +205,7 @@ class ModuleFingerprint:
 
 
 def _without_overrides(layer: dict[str, Any]) -> Iterator[Any]:
-    """Yield a layer's attributes; our own overrides count only as the forward beneath them."""
+    """Yield a layer's attributes, with our own forward override replaced by the forward it wraps."""
     for name, value in layer.items():
         if name == OVERRIDES_KEY:
             continue

@@ -1,4 +1,4 @@
-"""Quantization of large linear layers of denoisers to float8. The original weights are discarded."""
+"""Float8 quantization of large linear layers in denoisers. The original weights are discarded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FEW_ROWS = ("norm", "embed", "modulation")
 
 
 def quantize_denoisers(pipe: Any, placement: Placement) -> None:
-    """Quantize the denoisers of a pipeline once; if the device cannot, add the reason to the report."""
+    """Quantize a pipeline's denoisers once; if the device does not support it, add the reason to the report."""
     if not placement.plan.quantization.value or placement.report.quantization is not None:
         return
     # Pipelines share models: another one may have quantized them already.
@@ -51,7 +51,7 @@ def quantize_denoisers(pipe: Any, placement: Placement) -> None:
 
 
 def _find_layers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
-    """Return the layers to quantize, as their parent module and their attribute name."""
+    """Return the layers to quantize, as pairs of parent module and attribute name."""
     return [
         (parent, name)
         for path, parent in model.named_modules()
@@ -61,14 +61,14 @@ def _find_layers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
 
 
 def _check_support(layers: list[tuple[torch.nn.Module, str]]) -> None:
-    """Raise if a device of the layers cannot multiply in float8."""
+    """Raise if the device of any layer cannot multiply in float8."""
     weights = [getattr(parent, name).weight for parent, name in layers]
     for device, dtype in {(weight.device, weight.dtype) for weight in weights}:
         check_float8(device, dtype)
 
 
 def is_worth_quantizing(layer: torch.nn.Module, name: str) -> bool:
-    """Return whether a layer is a large matrix that is applied to many rows."""
+    """Return whether a layer is a large linear layer that is applied to many rows."""
     if type(layer) is not torch.nn.Linear or layer.weight.numel() < SMALLEST_WEIGHT:
         return False
     has_few_rows = any(word in part for part in name.split(".") for word in _FEW_ROWS)
@@ -76,12 +76,12 @@ def is_worth_quantizing(layer: torch.nn.Module, name: str) -> bool:
 
 
 def is_quantized(model: Any) -> bool:
-    """Return whether this module has quantized a model."""
+    """Return whether `quantize_denoisers` has quantized a model."""
     return isinstance(model, torch.nn.Module) and _QUANTIZED_ATTRIBUTE in vars(model)
 
 
 def check_not_quantized(pipe: Any, operation: str) -> None:
-    """Raise if a model is quantized and an operation needs the original weights."""
+    """Raise if a model in the pipeline is quantized, because the operation needs the original weights."""
     for name, model in find_models(pipe).items():
         if is_quantized(model):
             raise UsageError(

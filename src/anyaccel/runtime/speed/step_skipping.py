@@ -1,6 +1,6 @@
-"""Step skipping: at the steps that a rule names, a denoiser returns its last output again instead of running.
+"""Step skipping: at selected steps, a denoiser returns its last output again instead of running.
 
-Every call of the scheduler's `step` ends a step. A denoiser that runs several times per step, for
+Every call to the scheduler's `step` ends a step. A denoiser that runs several times per step, for
 example once per half of classifier-free guidance, has one stored output per run.
 """
 
@@ -59,7 +59,7 @@ class StepSkipper:
         self._run_indices.clear()
 
     def _count_steps(self) -> int:
-        """Return the number of steps of this call; image-to-image pipelines skip the first steps of a schedule."""
+        """Return the number of steps in this call; image-to-image pipelines skip the first steps of the schedule."""
         count = read_step_count(self.pipe)
         if count is not None and count > 0:
             return count
@@ -73,7 +73,7 @@ def _copy(leaf: Any) -> Any:
 
 
 def current_step_skipper() -> StepSkipper | None:
-    """Return the step skipper of the call in this thread; None if every step runs."""
+    """Return the step skipper for the call running in this thread; None if every step runs."""
     return getattr(_ACTIVE, "skipper", None)
 
 

@@ -56,7 +56,7 @@ class ComplexPair(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run one operation: a special case from `_SPECIAL`, or the same operation on each part."""
+        """Run one operation: with a special case from `_SPECIAL`, or separately on the real and imaginary parts."""
         kwargs = kwargs or {}
         special = _SPECIAL.get(func.overloadpacket)
         if special is not None:
@@ -92,7 +92,7 @@ def _reshape(func: Any, args: Any, kwargs: Any) -> ComplexPair:
 
 
 def _make_selector(attribute: str) -> Callable[[Any], Any]:
-    """Return a function that replaces pairs with one of their parts, and complex dtypes with float32."""
+    """Return a function that replaces pairs with their real or imaginary part, and complex dtypes with float32."""
 
     def select(value: Any) -> Any:
         if value is torch.complex64 or value is torch.complex128:
@@ -131,7 +131,7 @@ def _divide(func: Any, args: Any, kwargs: Any) -> ComplexPair:
 
 
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run `pair.to(…)`: a CPU copy is a complex tensor again, and a cast to a real dtype drops the imaginary part."""
+    """Run `pair.to(…)`: a copy on the CPU is a complex tensor, and a cast to a real dtype drops the imaginary part."""
     pair, target, dtype = args[0], kwargs.get("device"), kwargs.get("dtype")
     if target is not None and is_host(torch.device(target)):
         joined = torch.complex(pair.real_part.cpu(), pair.imaginary_part.cpu())
@@ -142,7 +142,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _write(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run `pair[…] = other`; the parts of a view share the storage of the original's parts."""
+    """Run `pair[…] = other`; writing to a view changes the original too, because their parts share storage."""
     target, (real, imaginary) = args[0], _split_parts(args[1])
     if not isinstance(target, ComplexPair):  # the target is a complex CPU tensor
         return target.copy_(torch.complex(real.cpu(), imaginary.cpu()))
@@ -165,13 +165,13 @@ def _add(func: Any, args: Any, kwargs: Any) -> ComplexPair:
 
 
 def _broadcast_parts(real: Tensor, imaginary: Tensor) -> ComplexPair:
-    """Return a pair of parts that may differ in shape, as after adding a real tensor to a smaller pair."""
+    """Broadcast the two parts of a pair, which differ in shape after adding a real tensor to a smaller pair."""
     shape = torch.broadcast_shapes(real.shape, imaginary.shape)
     return ComplexPair(*(part if part.shape == shape else part.expand(shape).clone() for part in (real, imaginary)))
 
 
 def _split_all(values: Any) -> tuple[list[Any], list[Any]]:
-    """Return the real and the imaginary parts of several values; those of real tensors are zero tensors."""
+    """Return the real and imaginary parts of several values; a real tensor's imaginary part is a zero tensor."""
     parts = [_split_parts(value) for value in values]
     reals = [real for real, _ in parts]
     return reals, [torch.zeros_like(a) if isinstance(a, Tensor) and not isinstance(b, Tensor) else b for a, b in parts]
@@ -261,7 +261,7 @@ class _PairFactory:
         self.device_type, self.inner = device_type, inner
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the inner handler of a function, or the function itself."""
+        """Run the inner handler for a function, or the function itself if it has none."""
         handler = self.inner.get(func)
         return handler(func, args, kwargs) if handler is not None else func(*args, **kwargs)
 
@@ -276,7 +276,7 @@ class _PairFactory:
         return self.call(func, args, kwargs)
 
     def create(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a factory on the CPU and copy the result as a pair."""
+        """Run a factory on the CPU and copy the result to the device as a pair."""
         target = find_target_device(args[0] if args else None, kwargs)
         if target.type != self.device_type or not _creates_complex(func, args, kwargs):
             return self.call(func, args, kwargs)
@@ -286,7 +286,7 @@ class _PairFactory:
         return make_complex_pair(torch.zeros_like(tensor) if func is torch.empty else tensor, target)
 
     def build(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Build a tensor from Python or NumPy data."""
+        """Build a tensor from Python or NumPy data, as a pair if it is complex."""
         func, args, kwargs = normalize_new_tensor(func, args, kwargs)
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
         target = find_target_device(data, kwargs)
@@ -296,7 +296,7 @@ class _PairFactory:
         return make_complex_pair(tensor, target) if tensor.is_complex() else self.call(func, args, kwargs)
 
     def move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `tensor.to(…)`: a complex tensor on the device, or a cast to a complex dtype there, is a pair."""
+        """Run `tensor.to(…)`; a complex result on the device is a pair."""
         tensor = args[0]
         if isinstance(tensor, ComplexPair):
             return func(*args, **kwargs)

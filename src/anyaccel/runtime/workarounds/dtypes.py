@@ -77,12 +77,12 @@ class _DtypeReplacer:
         self.inner = inner
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the inner handler of a function, or the function itself."""
+        """Run the inner handler for a function, or the function itself if it has none."""
         handler = self.inner.get(func)
         return handler(func, args, kwargs) if handler is not None else func(*args, **kwargs)
 
     def targets_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether the result will be on the device: by `device=`, a positional device or the first tensor."""
+        """Return whether the result will be on the device, given `device=`, a positional device or the first tensor."""
         requested = kwargs.get("device")
         if requested is None:
             requested = next((value for value in args if isinstance(value, torch.device)), None)
@@ -115,7 +115,7 @@ class _DtypeReplacer:
         return torch.get_default_dtype()
 
     def build(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Build a tensor from Python or NumPy data on the CPU, cast it there and move it."""
+        """Build a tensor from Python or NumPy data on the CPU, cast it there and move it to the device."""
         func, args, kwargs = normalize_new_tensor(func, args, kwargs)
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
         target = find_target_device(data, kwargs)
@@ -163,7 +163,7 @@ class _DtypeReplacer:
 
 
 def _widen_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Cast int32 indices back to int64 for a function that accepts nothing else; never the data or the source."""
+    """Cast int32 indices back to int64 for a function that requires int64; data and source tensors are not cast."""
 
     def widen(value: Any) -> Any:
         return value.to(torch.int64) if isinstance(value, Tensor) and value.dtype == torch.int32 else value
@@ -181,7 +181,7 @@ def _widen_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def parse_to_arguments(
     tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.device, torch.dtype]:
-    """Return the device and dtype that `tensor.to(…)` results in, for each of its signatures."""
+    """Return the device and dtype of the result of `tensor.to(…)`, for any of its signatures."""
     device, dtype = kwargs.get("device"), kwargs.get("dtype")
     other = kwargs.get("other")
     for value in args:

@@ -1,6 +1,6 @@
 """Workarounds for data-dependent shapes on devices with static graphs: the values are read on the CPU.
 
-Each use costs a device-to-host copy, where the device would fail. The data itself stays on the device.
+Each use costs a device-to-host copy, but without it the device would fail. The data itself stays on the device.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def make_handlers(device: torch.device) -> dict[Any, Any]:
 
 
 class _CpuFallback:
-    """Runs a function on the CPU and copies its result back."""
+    """A handler that runs a function on the CPU and copies its result back to the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -98,7 +98,7 @@ def _replace_masks(index: Any) -> Any:
 
 
 def _index_cpu_tensor(func: Any, tensor: Tensor, index: Any, device_type: str) -> Any:
-    """Index a CPU tensor; with a device index, move the tensor instead of reading the index back."""
+    """Index a CPU tensor; if the index is on the device, move the tensor there instead of reading the index back."""
     entries = index if isinstance(index, tuple) else (index,)
     device = next(
         (entry.device for entry in entries if isinstance(entry, Tensor) and is_on(entry.device, device_type)), None

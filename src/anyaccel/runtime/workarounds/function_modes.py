@@ -108,7 +108,7 @@ class ModelFunctionMode(TorchFunctionMode):
 
 
 def make_host_transfer(plan: Plan, device: torch.device) -> HostTransfer:
-    """Return the transfer of CPU tensors to a device under a plan."""
+    """Return the `HostTransfer` that moves CPU tensors to a device as the plan requires."""
     replacements = {
         getattr(torch, name): getattr(torch, other) for name, other in plan.replacements.value if other != "pairs"
     }
@@ -124,7 +124,7 @@ def make_host_transfer(plan: Plan, device: torch.device) -> HostTransfer:
 def _make_handlers(
     plan: Plan, device: torch.device, replacements: dict[torch.dtype, torch.dtype]
 ) -> dict[Any, Handler]:
-    """Return the handlers for the workarounds of a plan, by torch function."""
+    """Return the handlers for the plan's workarounds, keyed by torch function."""
     workarounds = set(plan.workarounds.value)
     handlers: dict[Any, Handler] = {}
     # The order matters: dtypes and complex_pairs wrap the handlers that were added before them.
@@ -149,7 +149,7 @@ def make_pipeline_function_mode(
     cpu_tensors: CpuTensors | None = None,
     overlapped_copy: OverlappedCopy | None = None,
 ) -> PipelineFunctionMode:
-    """Return the mode for one call; `overlapped_copy` is set if other calls share the device."""
+    """Return the function mode for one pipeline call; `overlapped_copy` is set if other calls share the device."""
     host_transfer = make_host_transfer(plan, device)
     host_transfer.cpu_tensors = cpu_tensors
     if overlapped_copy is not None:
@@ -169,7 +169,7 @@ def make_pipeline_function_mode(
 
 
 def make_model_function_mode(plan: Plan, device: torch.device) -> ModelFunctionMode | None:
-    """Return the mode for the inside of models; None if the plan has no workarounds."""
+    """Return the function mode for use inside models; None if the plan has no workarounds."""
     if not plan.workarounds.value:
         return None
     replacements = make_host_transfer(plan, device).replacements
@@ -180,7 +180,7 @@ def make_model_function_mode(plan: Plan, device: torch.device) -> ModelFunctionM
 
 
 def _keep_schedule_on_cpu(host_transfer: HostTransfer, inner: Handler | None) -> Handler:
-    """Return a handler of `tensor.to(device)` that leaves scheduler tensors on the CPU."""
+    """Return a handler for `tensor.to(device)` that leaves scheduler tensors on the CPU."""
 
     def move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target, dtype = dtypes.parse_to_arguments(args[0], args[1:], kwargs)
@@ -194,7 +194,7 @@ def _keep_schedule_on_cpu(host_transfer: HostTransfer, inner: Handler | None) ->
 
 
 def _track_schedules(cpu_tensors: CpuTensors, inner: Handler | None) -> Handler:
-    """Return a handler of `linspace` and `logspace` that tracks CPU results as scheduler tensors.
+    """Return a handler for `linspace` and `logspace` that tracks CPU results as scheduler tensors.
 
     Some pipelines compute their sigmas themselves and index into them at every step.
     """
@@ -209,7 +209,7 @@ def _track_schedules(cpu_tensors: CpuTensors, inner: Handler | None) -> Handler:
 
 
 def enter_model_mode(mode: ModelFunctionMode | None) -> tuple[list[PipelineFunctionMode], ModelFunctionMode | None]:
-    """Pop the pipeline modes of this thread and push the model's; return the arguments of `exit_model_mode`."""
+    """Pop this thread's pipeline modes and push the model mode; return the arguments for `exit_model_mode`."""
     stack = read_function_modes()
     pipeline_modes: list[PipelineFunctionMode] = []
     while stack and isinstance(stack[-1], PipelineFunctionMode):
@@ -226,7 +226,7 @@ def enter_model_mode(mode: ModelFunctionMode | None) -> tuple[list[PipelineFunct
 def preserve_function_modes() -> Iterator[None]:
     """Restore the stack of function modes after the block.
 
-    Ctrl-C can arrive between the push and the pop of a mode, which would leave it active for good.
+    Ctrl-C can arrive between the push and the pop of a mode, which would leave the mode active permanently.
     """
     before = read_function_modes()
     try:

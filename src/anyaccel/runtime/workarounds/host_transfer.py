@@ -19,7 +19,7 @@ _MAX_FILL_ELEMENTS = 64
 
 
 class HostTransfer:
-    """Moves the tensor arguments of a torch function to one device."""
+    """Transfer of a torch function's CPU tensor arguments to one device."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class HostTransfer:
         """Copies a CPU tensor to the device."""
 
     def align_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments, with CPU tensors moved if there are device tensors among them."""
+        """Return the arguments, with CPU tensors moved to the device if any tensor argument is already on it."""
         if self.targets_cpu or self._find_devices(args, kwargs) != (True, True):
             return args, kwargs
         return self._move_arguments(args, kwargs)
@@ -67,7 +67,7 @@ class HostTransfer:
         return self.cpu_tensors is not None and target.type == self.device_type and self.cpu_tensors.owns(tensor)
 
     def _find_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool]:
-        """Return whether the arguments contain CPU tensors and device tensors, one level into lists and tuples."""
+        """Return whether CPU and whether device tensors are among the arguments, one level into lists and tuples."""
         on_cpu = on_device = False
         for value in (*args, *kwargs.values()) if kwargs else args:
             for tensor in value if isinstance(value, list | tuple) else (value,):
@@ -103,9 +103,9 @@ class HostTransfer:
 
 
 def copy_or_fill(tensor: torch.Tensor, device: torch.device, copy: CopyFunction = torch.Tensor.to) -> torch.Tensor:
-    """Copy a CPU tensor to the device; fill a small tensor of equal elements there instead.
+    """Copy a CPU tensor to the device, or fill it there if it is small and all elements are equal.
 
-    The timestep of a batch is the typical case.
+    The typical case for filling is the timestep of a batch.
     """
     # A copy from pageable memory waits for the work in the stream, a fill does not:
     # https://docs.nvidia.com/cuda/cuda-runtime-api/api-sync-behavior.html

@@ -35,7 +35,7 @@ _TIMESTEP_ARGUMENTS = ("timestep", "timesteps")
 
 
 class InputAdapter:
-    """The override of one model, or of one module of an autoencoder."""
+    """The `forward` override of one model, or of one submodule of an autoencoder."""
 
     def __init__(
         self,
@@ -83,13 +83,13 @@ class InputAdapter:
         return output if self.cast_to is None else map_tensors(output, self._cast_back)
 
     def _runs_compiled(self) -> bool:
-        """Return whether the model runs compiled code; after a failure it runs eagerly for good."""
+        """Return whether the model runs compiled code; after a failure it always runs eagerly."""
         return self.compiled is not None and not getattr(self.compiled, "failure", "")
 
     def _find_device(self) -> torch.device:
         """Return the device of the model, which the user may have moved.
 
-        Weights under hooks of accelerate or diffusers move at every forward, so their current device does not count.
+        Weights with accelerate or diffusers hooks move at every forward, so their current device is ignored.
         """
         module: torch.nn.Module | None = unwrap_compiled(self.module())
         if module is None or is_host(self.device):
@@ -161,7 +161,7 @@ def _make_plan_key(plan: Plan) -> tuple[Any, ...]:
 
 
 def set_input_adapters(components: dict[str, Any], plan: Plan, device: torch.device) -> None:
-    """Set an adapter on every model that has none for this plan, including models that were replaced meanwhile."""
+    """Set an adapter on every model that has none for this plan, including models that the user replaced."""
     function_mode: ModelFunctionMode | None = None
     for name, component in components.items():
         if not isinstance(component, torch.nn.Module):

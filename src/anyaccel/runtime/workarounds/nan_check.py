@@ -29,7 +29,7 @@ _LOG = logging.getLogger("anyaccel")
 
 
 class OutputCheck:
-    """The last output of each model, or its sum if the output is large. Nothing is read before the call has ended."""
+    """The last output of each model, or its sum if the output is large; values are read only after the call."""
 
     def __init__(self, record_event: RecordEvent | None = None) -> None:
         self.last_outputs: dict[str, torch.Tensor] = {}
@@ -77,7 +77,7 @@ def find_non_finite(check: OutputCheck) -> list[str]:
 def find_first_non_finite(components: dict[str, Any]) -> Iterator[list[tuple[str, int]]]:
     """Check the output of every module during the block; yield a list that receives the first failure.
 
-    The failure is the path of the module and the number of the model's forward pass. Every module synchronizes with the
+    The failure is the path of the module and the number of the model's forward pass. Every check synchronizes with the
     device, so use this only to replay a failed run.
     """
     failures: list[tuple[str, int]] = []

@@ -39,19 +39,19 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class NoiseSource:
-    """Draws from the generator of the pipeline, or from torch's default CPU generator."""
+    """A noise source that draws from the pipeline's generator, or from torch's default CPU generator."""
 
     def draw(self, draw: Draw, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        """Draw a tensor of a shape."""
+        """Draw a tensor of the given shape."""
         return draw(shape, generator)
 
     def owns(self, generator: torch.Generator) -> bool:
-        """Return whether this source created a generator from a seed; the caller passed all others."""
+        """Return whether this source created a generator from a seed; all other generators come from the caller."""
         return False
 
 
 class PerImageNoise(NoiseSource):
-    """Draws the rows of each image from the image's own generator."""
+    """A noise source that draws each image's rows from that image's own generator."""
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self.generators = list(generators)
@@ -61,7 +61,7 @@ class PerImageNoise(NoiseSource):
         return any(generator is own for own in self.generators)
 
     def draw(self, draw: Draw, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        """Draw from the given generator, or the rows of each image from its own."""
+        """Draw from `generator` if it is set; otherwise draw each image's rows from its own generator."""
         count = len(self.generators)
         # A tensor that cannot be divided among the images is drawn by the first one's generator.
         if generator is not None or count == 1 or not shape or shape[0] % count:
@@ -71,16 +71,16 @@ class PerImageNoise(NoiseSource):
 
 
 class BatchSliceNoise(NoiseSource):
-    """Draws noise for a whole batch from one generator and returns the rows of the images in this call.
+    """A noise source that draws for a whole batch and returns only the rows for the images in this call.
 
-    A split batch gets the same noise as an unsplit one.
+    A split batch receives the same noise as an unsplit one.
     """
 
     def __init__(self, generator: torch.Generator, batch: int, first: int, images: int = 1) -> None:
         self.generator, self.batch, self.first, self.images = generator, batch, first, images
 
     def draw(self, draw: Draw, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        """Draw the rows that the images of this call have in the whole batch."""
+        """Draw noise for the whole batch and return the rows for this call's images."""
         if not shape or shape[0] % self.images:
             return draw(shape, generator or self.generator)
         rows = shape[0] // self.images
@@ -94,7 +94,7 @@ _DEFAULT_SOURCE = NoiseSource()
 
 @contextmanager
 def use_noise_source(source: NoiseSource) -> Iterator[None]:
-    """Draw the noise of this thread from a source during the block."""
+    """Draw this thread's noise from the given source during the block."""
     before = getattr(_ACTIVE, "source", None)
     _ACTIVE.source = source
     try:
@@ -115,7 +115,7 @@ def make_generators(seeds: Sequence[int]) -> list[torch.Generator]:
 def make_handlers(
     device: torch.device, replacements: dict[torch.dtype, torch.dtype], copy: CopyFunction = Tensor.to
 ) -> dict[Any, Any]:
-    """Return handlers for the random functions of torch; `copy` moves the drawn tensors to the device."""
+    """Return handlers for torch's random functions; `copy` moves the drawn tensors to the device."""
     drawing = _CpuDrawing(device, replacements, copy)
     handlers: dict[Any, Any] = dict.fromkeys(_BY_SHAPE, drawing.by_shape)
     handlers |= dict.fromkeys(_LIKE, drawing.like)
@@ -136,7 +136,7 @@ class _CpuDrawing:
         self.device, self.replacements, self.copy = device, replacements, copy
 
     def _is_device_generator(self, generator: Any, target: torch.device) -> bool:
-        """Return whether the caller passed a generator of the target device; torch then draws there itself."""
+        """Return whether the caller passed a generator on the target device; torch then draws there itself."""
         return generator is not None and not is_host(generator.device) and is_on(generator.device, target.type)
 
     def _finish(self, drawn: Tensor, dtype: torch.dtype, target: torch.device, kwargs: dict[str, Any]) -> Tensor:
@@ -192,7 +192,7 @@ class _CpuDrawing:
         return self._finish(drawn, drawn.dtype, target, kwargs)
 
     def in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `tensor.normal_()` and similar methods: draw on the CPU and copy."""
+        """Run `tensor.normal_()` and similar methods: draw on the CPU and copy the values into the tensor."""
         target, generator = args[0], kwargs.get("generator")
         if self._is_device_generator(generator, target.device):
             return func(*args, **kwargs)

@@ -56,7 +56,7 @@ class OverlappedCopy:
             return read()
 
     def make_handlers(self, handlers: dict[Any, Handler]) -> dict[Any, Handler]:
-        """Return handlers for the functions that move tensors; other moves go to the existing handlers."""
+        """Return handlers for functions that move tensors; moves they do not cover go to the existing handlers."""
         return {func: self._wrap_handler(handlers.get(func)) for func in _MOVE_FUNCTIONS}
 
     def _wrap_handler(self, inner: Handler | None) -> Handler:

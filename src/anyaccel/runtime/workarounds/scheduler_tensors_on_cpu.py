@@ -1,8 +1,8 @@
 """Schedulers on the CPU: looking up a timestep or sigma does not synchronize with the device.
 
-During a call the scheduler's methods run with `device="cpu"`, and `CpuTensors` tracks the tensors they create. A
-pipeline that moves such a tensor to the device gets it on the CPU. The torch function mode copies it when an operation
-uses it together with device tensors.
+During a call the scheduler's methods run with `device="cpu"`, and `CpuTensors` tracks the tensors they create. If a
+pipeline moves such a tensor to the device, the tensor stays on the CPU. The torch function mode copies it when an
+operation uses it together with device tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TIMESTEP_METHODS = ("step", "scale_model_input", "index_for_timestep", "previou
 
 
 class CpuTensors:
-    """The tensors of the schedulers, and tensors computed only from them."""
+    """The schedulers' tensors, and tensors computed only from them."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, torch.Tensor] = {}
@@ -81,7 +81,7 @@ def _track_attributes(scheduler: Any, cpu_tensors: CpuTensors) -> None:
 
 @functools.cache
 def _find_methods(scheduler_class: Any) -> dict[str, inspect.Signature]:
-    """Return the signatures of a scheduler's methods that take a device or a timestep, by name."""
+    """Return the signatures of a scheduler's methods that accept a device or a timestep, by method name."""
     signatures = {}
     for name, method in inspect.getmembers(scheduler_class, inspect.isfunction):
         parameters = inspect.signature(method).parameters
@@ -93,7 +93,7 @@ def _find_methods(scheduler_class: Any) -> dict[str, inspect.Signature]:
 
 
 class _CpuMethod:
-    """Wrapper of a method that sets its device to the CPU and copies its timestep to the CPU."""
+    """A wrapper for a scheduler method that sets its device to the CPU and copies its timestep to the CPU."""
 
     def __init__(self, signature: inspect.Signature, cpu_tensors: CpuTensors) -> None:
         self.cpu_tensors = cpu_tensors
@@ -119,7 +119,7 @@ class _CpuMethod:
 
 
 def _set_argument(args: list[Any], kwargs: dict[str, Any], position: int, name: str, value: Any) -> None:
-    """Replace an argument that may be positional or a keyword."""
+    """Replace an argument that may be passed by position or by keyword."""
     if position < len(args):
         args[position] = value
     else:

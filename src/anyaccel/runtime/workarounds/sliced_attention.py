@@ -114,7 +114,7 @@ def _flatten(tensor: Tensor, lead: torch.Size) -> Tensor:
 
 
 def _add_causal_mask(mask: Tensor | None, query: Tensor, query_slice: slice, keys: int) -> Tensor:
-    """Return the causal mask of some queries, combined with the mask of the caller."""
+    """Return the causal mask for a slice of queries, combined with the caller's mask."""
     count = min(query_slice.stop, query.shape[-2]) - query_slice.start
     causal = torch.ones(count, keys, dtype=torch.bool, device=query.device).tril(query_slice.start)
     if mask is None:
@@ -123,7 +123,7 @@ def _add_causal_mask(mask: Tensor | None, query: Tensor, query_slice: slice, key
 
 
 def _slice_mask(mask: Tensor | None, lead: torch.Size, row_slice: slice, query_slice: slice) -> Tensor | None:
-    """Return the part of a mask for some rows and queries."""
+    """Return the slice of a mask for the given rows and queries."""
     if mask is None:
         return None
     if mask.dim() > 1 and mask.shape[-2] > 1:
@@ -135,7 +135,7 @@ def _slice_mask(mask: Tensor | None, lead: torch.Size, row_slice: slice, query_s
 
 
 def _unravel_rows(lead: torch.Size, row_slice: slice) -> Iterator[tuple[int, ...]]:
-    """Yield the multi-dimensional index of each row of a flattened tensor."""
+    """Yield the multi-dimensional index of each row in a slice of flattened rows."""
     for row in range(row_slice.start, min(row_slice.stop, math.prod(lead))):
         index, remaining = [], row
         for length in reversed(lead):

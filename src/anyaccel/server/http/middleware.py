@@ -73,7 +73,7 @@ class RequestMiddleware:
             scope["state"]["owner"] = self._find_owner(scope, headers)
 
     def _find_owner(self, scope: Scope, headers: dict[str, str]) -> str:
-        """Return the digest of the request's API key, or an empty string if none is required; raise if it is invalid."""
+        """Return the digest of the request's API key, or an empty string if none is required; raise if invalid."""
         authorization = headers.get("authorization", "")
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() == "bearer":
