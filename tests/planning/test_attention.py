@@ -33,12 +33,14 @@ def test_limit_with_an_open_condition_is_ignored() -> None:
     assert choose_attention(resolved, PlacementOptions(), 2).value.max_scores == 50
 
 
-@pytest.mark.parametrize("heads", ["auto", "max", 3])
-def test_requested_slicing_is_applied(heads: str | int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "text"), [("auto", "half of the heads"), ("max", "one head at"), (1, "one head at"), (3, "3 heads")]
+)
+def test_requested_slicing_is_applied(heads: str | int, text: str) -> None:
     chosen = choose_attention(without_limits(), PlacementOptions(attention_slicing=heads), 2)
     assert chosen.value.heads == heads
-    assert chosen.reason.startswith("Slicing was requested")
-    assert str(heads) in str(chosen)
+    assert chosen.reason.startswith(f"attention_slicing={heads!r} was requested")
+    assert text in str(chosen)
 
 
 def test_inputs_are_made_contiguous_only_if_the_quirk_applies() -> None:

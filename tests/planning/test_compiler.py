@@ -55,7 +55,7 @@ def test_first_mode_is_the_default_unless_requested_or_set_in_the_environment() 
     assert choose_mode(sheet, PlacementOptions(), {}).value == "eager"
     requested = choose_mode(sheet, PlacementOptions(mode="lazy"), {})
     assert requested.value == "lazy"
-    assert requested.reason.startswith("requested")
+    assert requested.reason.startswith("mode=")
     by_environment = choose_mode(sheet, PlacementOptions(), {"LAZY": "1"})
     assert by_environment.value == "lazy"
     assert "LAZY=1" in by_environment.reason

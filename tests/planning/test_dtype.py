@@ -30,7 +30,7 @@ def test_requested_dtype_wins_unless_the_device_lacks_it() -> None:
     replacement = choose_dtype(NO_BF16, facts(), PlacementOptions(dtype="bfloat16"))
     assert replacement.value == "float16"
     assert "bfloat16 was requested" in replacement.reason
-    assert "No bfloat16 here." in replacement.reason
+    assert "No bfloat16 here" in replacement.reason
 
 
 def test_loaded_half_precision_is_kept() -> None:

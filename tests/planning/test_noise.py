@@ -8,11 +8,11 @@ from tests.planning.sheets import NAMES, limit, real_sheet, without_limits
 
 
 def test_noise_is_drawn_on_the_cpu_with_a_reason_per_device() -> None:
-    assert "the same image on every device" in choose_noise(without_limits()).reason
+    assert "the same noise on every device" in choose_noise(without_limits()).reason
     missing = choose_noise(without_limits(random_numbers=limit("error", says="It has none.")))
-    assert (missing.value, "It has none." in missing.reason) == ("cpu", True)
+    assert (missing.value, "It has none" in missing.reason) == ("cpu", True)
     unknown = choose_noise(without_limits(random_numbers=Unknown(says="Not found.")))
-    assert "Not found." in unknown.reason
+    assert "Not found" in unknown.reason
 
 
 def test_built_in_sheets() -> None:

@@ -100,7 +100,7 @@ def test_rank_count_must_match_the_processes() -> None:
         ("tensor", WAN, "no tensor-parallel plan for Wan", "parallel='context'"),
         ("context", UNET, "no context-parallel plan for UNet", "parallel='cfg'"),
         ("tensor", replace(FLUX, quantized=True), "are quantized", "load the model without quantization"),
-        ("context", replace(FLUX, kind="LTXVideoTransformer3DModel"), "masks have a row per head", "auto"),
+        ("context", replace(FLUX, kind="LTXVideoTransformer3DModel"), "masks have one row per head", "auto"),
     ],
 )
 def test_model_without_support_for_the_split(text: str, model: ComponentFacts, message: str, hint: str) -> None:
@@ -162,8 +162,8 @@ def test_auto_chooses_the_split(model: ComponentFacts, ranks: Ranks, split: str)
 
 def test_auto_explains_rejected_splits() -> None:
     reason = choose("auto", UNET, ranks=Ranks(count=4)).reason
-    assert "no context: diffusers has no context-parallel plan for UNet" in reason
-    assert "no cfg: guidance has two branches, but 4 processes are running" in reason
+    assert "context is not available: diffusers has no context-parallel plan for UNet" in reason
+    assert "cfg is not available: guidance has two branches, but 4 processes are running" in reason
 
 
 def test_parameters_per_rank() -> None:

@@ -37,7 +37,7 @@ def facts(*components: ComponentFacts) -> PipelineFacts:
 def test_speedups_of_the_sheet_are_chosen_with_their_source() -> None:
     for chosen in (choose_capture(FAST, PlacementOptions()), choose_channels_last(FAST, PlacementOptions())):
         assert chosen.value
-        assert chosen.reason == "It is faster. (https://example.org)"
+        assert chosen.reason == "It is faster (https://example.org)"
     assert choose_fusions(FAST, PlacementOptions()).value == ("group_norm",)
 
 
@@ -79,13 +79,13 @@ def test_only_blocks_are_compiled_if_the_model_consists_of_them() -> None:
 
 
 def test_compiling_pays_off_once_the_past_images_would_have_saved_its_time() -> None:
-    policy = CompilePolicy("when it pays", "blocks", compile_s=20, gain=2.0)
+    policy = CompilePolicy("when it pays off", "blocks", compile_s=20, gain=2.0)
     assert not is_worth_compiling(policy, seconds_per_image=1.0, done=39, expected=None)
     assert is_worth_compiling(policy, seconds_per_image=1.0, done=40, expected=None)
 
 
 def test_expected_images_count_from_the_second_image_on() -> None:
-    policy = CompilePolicy("when it pays", "blocks", compile_s=20, gain=2.0)
+    policy = CompilePolicy("when it pays off", "blocks", compile_s=20, gain=2.0)
     assert is_worth_compiling(policy, seconds_per_image=1.0, done=1, expected=1000)
     assert not is_worth_compiling(policy, seconds_per_image=1.0, done=1, expected=10)
     assert not is_worth_compiling(policy, seconds_per_image=0.0, done=0, expected=1000), (

@@ -16,7 +16,7 @@ UNCHANGED = AttentionRule()
 def test_device_without_limits_needs_no_workaround() -> None:
     chosen = choose_workarounds(without_limits(), (), UNCHANGED)
     assert chosen.value == ()
-    assert "no limit" in chosen.reason
+    assert "no device limit" in chosen.reason
 
 
 @pytest.mark.parametrize(

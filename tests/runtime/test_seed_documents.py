@@ -304,7 +304,7 @@ def test_the_half_precision_code_loads_float16_files_and_slices_attention(
 
     dtype, attention, spread = run_forked("mps", use)
     assert dtype == "torch.float16"
-    assert "sliced: auto" in attention
+    assert "sliced, half of the heads at a time" in attention
     assert spread > 0.02
 
 

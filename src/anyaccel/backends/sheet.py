@@ -30,8 +30,8 @@ __all__ = [
 
 LimitT = TypeVar("LimitT", bound=Limit)
 
-_UNKNOWN_ATTENTION = Unknown(says="No report on whether attention holds all scores was found.")
-_UNKNOWN_MEMORY = Unknown(says="No figure for memory reserved by the device's software was found.")
+_UNKNOWN_ATTENTION = Unknown(says="No reports about whether attention materializes the full score matrix were found.")
+_UNKNOWN_MEMORY = Unknown(says="No figure for the memory reserved by the driver and runtime was found.")
 
 
 @dataclass(frozen=True, kw_only=True)

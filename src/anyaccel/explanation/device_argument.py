@@ -81,7 +81,7 @@ def _from_size(name: str, size: str, *notes: str) -> DeviceTarget:
         name=f"{name} with {size}",
         sheet=sheet,
         capacity_bytes=usable,
-        notes=notes if usable == total else (*notes, f"{usable / 2**30:.1f} GiB of {size} are available for tensors"),
+        notes=notes if usable == total else (*notes, f"{usable / 2**30:.1f} GiB of {size} is available for tensors"),
     )
 
 
@@ -98,7 +98,7 @@ def _from_this_machine(spec: DeviceSpec) -> DeviceTarget:
         name=name,
         sheet=opened.sheet,
         capacity_bytes=memory.free_bytes,
-        notes=(f"{memory.free_bytes / 2**30:.1f} of {memory.total_bytes / 2**30:.1f} GiB are free on this machine",),
+        notes=(f"{memory.free_bytes / 2**30:.1f} of {memory.total_bytes / 2**30:.1f} GiB is free on this machine",),
         virtual=find_device(opened.sheet.name).virtual,
     )
 
@@ -112,5 +112,7 @@ def _from_name(name: str) -> DeviceTarget:
     # A model that fits on the smallest product fits on all of them.
     smallest = min(products, key=lambda product: product.memory_bytes or 0)
     names = ", ".join(product.name for product in products)
-    note = f"{name} is not on this machine; assuming its smallest product, {smallest.title}. Products: {names}"
+    note = (
+        f"{name} is not available on this machine; assuming its smallest product, {smallest.title}. Products: {names}"
+    )
     return _from_product(sheet, smallest, note)

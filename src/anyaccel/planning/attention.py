@@ -48,12 +48,18 @@ class AttentionRule:
     def __str__(self) -> str:
         changes = []
         if self.heads is not None:
-            changes.append(f"sliced, {self.heads} heads" if isinstance(self.heads, int) else f"sliced: {self.heads}")
+            changes.append(_describe_heads(self.heads))
         if self.max_scores is not None:
             changes.append(f"sliced above {self.max_scores:,} scores")
         if self.contiguous:
             changes.append("contiguous")
         return ", ".join(changes) or "unchanged"
+
+
+def _describe_heads(heads: str | int) -> str:
+    if isinstance(heads, int) and heads > 1:
+        return f"sliced, {heads} heads at a time"
+    return "sliced, half of the heads at a time" if heads == "auto" else "sliced, one head at a time"
 
 
 UNCHANGED_ATTENTION = AttentionRule()
@@ -68,7 +74,7 @@ def choose_attention(sheet: Sheet, options: PlacementOptions, element_bytes: int
     rule = AttentionRule(most, options.attention_slicing, sheet.has_quirk(NON_CONTIGUOUS_ATTENTION))
     reasons = [limit.says for limit in limits]
     if options.attention_slicing is not None:
-        reasons.insert(0, "Slicing was requested.")
+        reasons.insert(0, f"attention_slicing={options.attention_slicing!r} was requested.")
     if rule.contiguous:
         reasons += [quirk.says for quirk in sheet.quirks if quirk.name == NON_CONTIGUOUS_ATTENTION]
     return Decision(rule, " ".join(reasons) or "no limit on attention size is known for this device")

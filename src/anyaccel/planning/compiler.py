@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from anyaccel.backends.sheet import Compiler, Sheet
 from anyaccel.errors import UsageError
-from anyaccel.planning.decision import Decision
+from anyaccel.planning.decision import Decision, cite
 from anyaccel.planning.options import PlacementOptions
 
 __all__ = ["CompileRule", "choose_compiler", "choose_mode"]
@@ -29,7 +29,7 @@ class CompileRule:
     def __str__(self) -> str:
         if not self.backend:
             return "unknown"
-        shapes = "one graph per size" if self.static else "dynamic sizes"
+        shapes = "one graph per size" if self.static else "dynamic shapes"
         return f"{self.backend}, {'full graph' if self.fullgraph else 'graph breaks allowed'}, {shapes}"
 
 
@@ -58,9 +58,9 @@ def choose_mode(sheet: Sheet, options: PlacementOptions, environment: Mapping[st
     if options.mode is None and set_in_environment:
         mode = set_in_environment[0]
         settings = ", ".join(f"{variable}={value}" for variable, value in mode.settings)
-        return Decision(mode.name, f"set by the environment ({settings}); {mode.says} ({mode.source})")
+        return Decision(mode.name, f"{settings} is set in the environment. {cite(mode)}")
     name = options.mode or next(iter(modes))
     if name not in modes:
         raise UsageError(f"{sheet.title} has no mode {name!r}", hint=f"use one of {', '.join(modes)}")
-    prefix = "requested; " if options.mode else ""
-    return Decision(name, f"{prefix}{modes[name].says} ({modes[name].source})")
+    prefix = f"mode={options.mode!r} was requested. " if options.mode else ""
+    return Decision(name, f"{prefix}{cite(modes[name])}")

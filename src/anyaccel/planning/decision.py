@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["Decision"]
+from anyaccel.backends.claim import Claim
+
+__all__ = ["Decision", "cite"]
 
 T = TypeVar("T")
 
@@ -20,6 +22,11 @@ class Decision(Generic[T]):
 
     def __str__(self) -> str:
         return _format(self.value)
+
+
+def cite(claim: Claim) -> str:
+    """Return the statement of a claim with its source: `Row-wise scaled products are faster (https://…)`."""
+    return f"{claim.says.removesuffix('.')} ({claim.source})"
 
 
 def _format(value: object) -> str:

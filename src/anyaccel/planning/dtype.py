@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit
 from anyaccel.backends.sheet import Sheet
-from anyaccel.planning.decision import Decision
+from anyaccel.planning.decision import Decision, cite
 from anyaccel.planning.facts import PipelineFacts
 from anyaccel.planning.options import FLOATING_BYTES, PlacementOptions
 
@@ -40,7 +40,7 @@ def choose_dtype(
         return _choose_by_measurement(half_precision_cost)
     for name in sheet.default_dtypes.order:
         if not _is_rejected(sheet, name):
-            return Decision(name, f"{sheet.default_dtypes.says} ({sheet.default_dtypes.source})")
+            return Decision(name, cite(sheet.default_dtypes))
     return Decision("float32", "no smaller dtype is known to work on this device")
 
 
@@ -57,7 +57,7 @@ def _choose_by_measurement(cost: Mapping[str, float]) -> Decision[str]:
     figures = ", ".join(f"{name} takes {share:.2g} times as long as float32" for name, share in sorted(cost.items()))
     if cost[best] <= WORTH_HALF:
         return Decision(best, f"measured on this CPU: {figures}")
-    return Decision("float32", f"measured on this CPU: {figures}; half precision saves too little")
+    return Decision("float32", f"measured on this CPU: {figures}; the speedup from half precision is too small")
 
 
 def _is_rejected(sheet: Sheet, name: str) -> bool:
@@ -71,7 +71,7 @@ def _with_replacement(sheet: Sheet, name: str, reason: str) -> Decision[str]:
     replacement = sheet.adjusted_dtype(name)
     if replacement == name or not isinstance(answer, Limit):
         return Decision(name, reason)
-    return Decision(replacement, f"{reason}, but the device does not support it: {answer.says}")
+    return Decision(replacement, f"{reason}, but the device does not support it: {answer.says.removesuffix('.')}")
 
 
 def _fails(limit: OperationLimit) -> bool:
@@ -93,7 +93,7 @@ def choose_component_dtypes(
         if component.dtype == "float32" and requested is None and facts.denoiser_dtypes == {chosen} != {"float32"}
     }
     reasons = ["quantized weights are moved, not cast"] * bool(quantized)
-    reasons += [f"loaded in float32 next to a denoiser in {chosen}"] * bool(wide)
+    reasons += [f"loaded in float32, although the denoiser was loaded in {chosen}"] * bool(wide)
     return Decision(tuple((wide | quantized).items()), "; ".join(reasons) or "all models use the same dtype")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.sheet import Sheet
-from anyaccel.planning.decision import Decision
+from anyaccel.planning.decision import Decision, cite
 from anyaccel.planning.options import PlacementOptions
 
 __all__ = ["choose_images_per_call"]
@@ -16,5 +16,5 @@ def choose_images_per_call(sheet: Sheet, options: PlacementOptions) -> Decision[
         return Decision(options.images_per_call, "requested")
     # An unknown answer counts as reliable: one image per call would slow down every device without a report.
     if not sheet.reliable_batches and isinstance(sheet.batches, Limit):
-        return Decision(1, f"{sheet.batches.says} ({sheet.batches.source})")
-    return Decision(None, f"no problem with batches is known for this device: {sheet.batches.says}")
+        return Decision(1, cite(sheet.batches))
+    return Decision(None, f"no problem with batches is known for this device: {sheet.batches.says.removesuffix('.')}")

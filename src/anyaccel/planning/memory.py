@@ -238,11 +238,14 @@ def choose_memory(
         peaks = predict(measure(rule.savings, min(rule.images_per_call or images, images)), rule.residence)
         need = max(peaks.values())
         if need <= capacity_bytes:
-            rejected = f"{tried[0][1]}: {readable(tried[0][0])}; " if tried else ""
-            return Decision(rule, f"{rejected}this rule needs {readable(need)} of {readable(capacity_bytes)}"), peaks
+            rejected = f"{tried[0][1]} would need {readable(tried[0][0])}; " if tried else ""
+            fits = f"this memory mode needs {readable(need)} of the {readable(capacity_bytes)} available"
+            return Decision(rule, rejected + fits), peaks
         tried.append((need, rule, peaks))
     need, rule, peaks = min(tried, key=lambda attempt: attempt[0])
-    return Decision(None, f"at least {readable(need)} needed ({rule}), {readable(capacity_bytes)} available"), peaks
+    return Decision(
+        None, f"at least {readable(need)} is needed ({rule}), but only {readable(capacity_bytes)} is available"
+    ), peaks
 
 
 def _reject_early(
@@ -255,7 +258,7 @@ def _reject_early(
     need = peaks.get("denoise", 0)
     if need <= capacity_bytes:
         return None
-    reason = f"denoising needs at least {readable(need)} ({smallest}), {readable(capacity_bytes)} available"
+    reason = f"denoising needs at least {readable(need)} ({smallest}), but only {readable(capacity_bytes)} is available"
     return Decision(None, reason), {name: peak for name, peak in peaks.items() if name != "decode"}
 
 
@@ -269,7 +272,8 @@ def choose_residence(
     budget = capacity_bytes * 4 // 5  # the rest is for activations
     need: dict[Residence, int] = {"resident": sum(weights.values()), "component": max(weights.values(), default=0)}
     reason = (
-        f"weights {readable(need['resident'])} of {readable(capacity_bytes)}; each size is checked when it first runs"
+        f"the weights need {readable(need['resident'])} of the {readable(capacity_bytes)} available; "
+        "each image size is checked when it first runs"
     )
     for residence in residences[:-1]:
         if need.get(residence, 0) <= budget:

@@ -14,6 +14,9 @@ def choose_noise(sheet: Sheet) -> Decision[str]:
     if sheet.rng_on_device:
         return Decision(
             "cpu",
-            "drawn in float32 and cast: a seed gives the same image on every device, in every dtype and batch size",
+            "drawn in float32 on the CPU, then cast: a seed gives the same noise on every device, for every dtype and "
+            "batch size",
         )
-    return Decision("cpu", f"the device has no reliable random number generator: {sheet.random_numbers.says}")
+    return Decision(
+        "cpu", f"the device has no reliable random number generator: {sheet.random_numbers.says.removesuffix('.')}"
+    )

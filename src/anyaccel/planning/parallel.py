@@ -27,7 +27,7 @@ SplitStrategy: TypeAlias = Literal["context", "tensor", "cfg"]
 
 _CFG_RANKS = 2
 _PLAN_NAMES: dict[SplitStrategy, str] = {"context": "context-parallel", "tensor": "tensor-parallel", "cfg": "guidance"}
-_HEAD_MASKS = "its attention masks have a row per head, which diffusers 0.42 does not split"
+_HEAD_MASKS = "its attention masks have one row per head, which diffusers 0.42 does not split"
 # Splits that fail for a model or pipeline class, with the reason. tests/runtime checks that they still fail.
 _KNOWN_FAILURES: dict[tuple[SplitStrategy, str], str] = {
     ("context", "LTXVideoTransformer3DModel"): _HEAD_MASKS,
@@ -40,7 +40,7 @@ _KNOWN_FAILURES: dict[tuple[SplitStrategy, str], str] = {
 }
 # Reason shown for decisions that are disabled with several ranks.
 RANKS_MUST_AGREE = (
-    "not with parallel: ranks must run the same operations, and timing or capture may differ between them"
+    "not available with parallel=: all ranks must run the same operations, but timing and capture may differ"
 )
 
 
@@ -67,7 +67,7 @@ class Ranks:
     """Whether the weights fit on one device; None if unknown."""
 
 
-SINGLE_DEVICE: Decision[Split | None] = Decision(None, "one device; use parallel= for several")
+SINGLE_DEVICE: Decision[Split | None] = Decision(None, "one device; use parallel= to split the model over several")
 
 
 def choose_parallel(
@@ -96,7 +96,7 @@ def choose_parallel(
     if problem is not None:
         raise UsageError(f"parallel={options.parallel!r}: {problem[0]}", hint=problem[1])
     _reject_offloading(split, options)
-    return Decision(split, f"requested; {_format_gain(split, facts)}")
+    return Decision(split, f"parallel={options.parallel!r} was requested; {_format_gain(split, facts)}")
 
 
 def torchrun_command(count: int) -> str:
@@ -130,7 +130,7 @@ def _choose_split(sheet: Sheet, facts: PipelineFacts, ranks: Ranks) -> Decision[
         if problem is None:
             reason = "; ".join([_format_gain(split, facts), *rejected])
             return Decision(split, reason)
-        rejected.append(f"no {strategy}: {problem[0]}")
+        rejected.append(f"{strategy} is not available: {problem[0]}")
     return Decision(None, "; ".join(["every rank runs the complete model", *rejected]))
 
 

@@ -154,7 +154,7 @@ def make_plan(
         capture=choose_capture(sheet, options),
         quantization=choose_quantization(sheet, options, dtype.value),
         step_skipping=choose_step_skipping(options),
-        check_finite=Decision(options.check_finite, "NaN and Inf are checked once, after the last step"),
+        check_finite=_choose_check_finite(options),
     )
     return plan if plan.parallel.value is None else without_rank_local_choices(plan)
 
@@ -167,6 +167,12 @@ def without_rank_local_choices(plan: Plan) -> Plan:
         compile_policy=Decision(CompilePolicy("never"), RANKS_MUST_AGREE),
         capture=Decision(False, RANKS_MUST_AGREE),
     )
+
+
+def _choose_check_finite(options: PlacementOptions) -> Decision[bool]:
+    if not options.check_finite:
+        return Decision(False, "check_finite=False was requested")
+    return Decision(True, "the output is checked for NaN and Inf once, after the last step")
 
 
 def _choose_bf16_attention(sheet: Sheet, options: PlacementOptions, dtype: str) -> Decision[bool]:

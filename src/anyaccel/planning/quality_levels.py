@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from anyaccel.backends.sheet import Sheet
-from anyaccel.planning.decision import Decision
+from anyaccel.planning.decision import Decision, cite
 from anyaccel.planning.options import PlacementOptions
 
 __all__ = ["SMALLEST_WEIGHT", "StepSkipping", "choose_quantization", "choose_step_skipping"]
@@ -47,12 +47,16 @@ class StepSkipping:
 
     def __str__(self) -> str:
         initial = f" after the first {self.initial_share:.0%}" if self.initial_share else ""
-        return f"run 1 of {self.every} steps{initial}, from {self.min_steps} steps on"
+        return f"run 1 of every {self.every} steps{initial}, if there are at least {self.min_steps} steps"
 
 
 _LEVELS = {
-    "fast": StepSkipping(2, 0.25, 4, "PSNR to exact 40 dB at 8 steps, 32 dB at 4; the judge recognizes every prompt"),
-    "draft": StepSkipping(3, 0.0, 4, "PSNR to exact 32 dB at 8 steps; the judge recognizes every prompt"),
+    "fast": StepSkipping(
+        2, 0.25, 4, "PSNR vs. speed='exact' 40 dB at 8 steps and 32 dB at 4; an automatic check recognizes every prompt"
+    ),
+    "draft": StepSkipping(
+        3, 0.0, 4, "PSNR vs. speed='exact' 32 dB at 8 steps; an automatic check recognizes every prompt"
+    ),
 }
 
 
@@ -61,7 +65,9 @@ def choose_step_skipping(options: PlacementOptions) -> Decision[StepSkipping | N
     skipping = _LEVELS.get(options.speed)
     if skipping is None:
         return Decision(None, "speed='exact': every step runs")
-    return Decision(skipping, f"speed={options.speed!r}, measured on the embedded model: {skipping.cost} ({QUALITY})")
+    return Decision(
+        skipping, f"speed={options.speed!r}: measured on the model bundled with anyaccel: {skipping.cost} ({QUALITY})"
+    )
 
 
 def choose_quantization(sheet: Sheet, options: PlacementOptions, dtype: str) -> Decision[str]:
@@ -73,5 +79,5 @@ def choose_quantization(sheet: Sheet, options: PlacementOptions, dtype: str) -> 
     if speedup is None:
         return Decision("", "float8 is not known to be faster on this device")
     if dtype not in ("bfloat16", "float16"):
-        return Decision("", f"float8 needs a half-precision model, and this one runs in {dtype}")
-    return Decision("float8", f"speed={options.speed!r}: {speedup.says} ({speedup.source})")
+        return Decision("", f"float8 requires a half-precision model, but this one runs in {dtype}")
+    return Decision("float8", f"speed={options.speed!r}: {cite(speedup)}")

@@ -19,4 +19,4 @@ def choose_scheduler_location(sheet: Sheet, options: PlacementOptions) -> Decisi
         return Decision("cpu", sheet.data_dependent_shapes.says)
     if isinstance(sheet.host_round_trip, Limit):
         return Decision("cpu", sheet.host_round_trip.says)
-    return Decision("device", "no cost of a timestep lookup is known for this device")
+    return Decision("device", "timestep lookups are not known to be slow on this device")

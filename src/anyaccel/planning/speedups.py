@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from anyaccel.backends.sheet import Compiler, Sheet
-from anyaccel.planning.decision import Decision
+from anyaccel.planning.decision import Decision, cite
 from anyaccel.planning.facts import ComponentFacts, PipelineFacts
 from anyaccel.planning.options import PlacementOptions
 
@@ -38,7 +38,7 @@ _MANY_IMAGES = 2000
 class CompilePolicy:
     """When and how models are compiled."""
 
-    when: Literal["never", "now", "when it pays"]
+    when: Literal["never", "now", "when it pays off"]
     region: Region = "whole"
     compile_s: float = 0.0
     """The expected compile time."""
@@ -76,11 +76,11 @@ def choose_compile_policy(
     count = sum(blocks) or _PLAIN_BLOCKS
     takes = _START_S + (_BLOCK_S * count if region == "whole" else 0.0)
     gain = speedup.gain if speedup else 1.0
-    estimate = f"takes about {takes:.0f} s, then {gain:.2g} times as fast"
+    estimate = f"compiling takes about {takes:.0f} s; the models then run {gain:.2g} times as fast"
     source = f" ({speedup.source})" if speedup else ""
     if options.compile is True:
-        return Decision(CompilePolicy("now", region, takes, gain), f"requested; {estimate}{source}")
-    return Decision(CompilePolicy("when it pays", region, takes, gain), f"{estimate}{source}")
+        return Decision(CompilePolicy("now", region, takes, gain), f"compile=True was requested; {estimate}{source}")
+    return Decision(CompilePolicy("when it pays off", region, takes, gain), f"{estimate}{source}")
 
 
 def _is_mostly_blocks(component: ComponentFacts) -> bool:
@@ -91,7 +91,7 @@ def _is_mostly_blocks(component: ComponentFacts) -> bool:
 
 def is_worth_compiling(policy: CompilePolicy, seconds_per_image: float, done: int, expected: int | None) -> bool:
     """Return whether compiling would save more time on the remaining images than it takes."""
-    if policy.when != "when it pays":
+    if policy.when != "when it pays off":
         return policy.when == "now"
     # The ski rental rule: without a known count, expecting as many images as were generated so far costs at most
     # about twice the optimum.
@@ -114,7 +114,7 @@ def choose_fusions(sheet: Sheet, options: PlacementOptions) -> Decision[tuple[st
     if options.fuse is False:
         return Decision((), "fuse=False was requested")
     speedups = [speedup for name in FUSIONS if (speedup := sheet.speedup(name)) is not None]
-    reason = " ".join(f"{speedup.says} ({speedup.source})" for speedup in speedups)
+    reason = "; ".join(cite(speedup) for speedup in speedups)
     return Decision(
         tuple(speedup.name for speedup in speedups), reason or "no fusion is known to be faster on this device"
     )
@@ -125,5 +125,7 @@ def _choose(sheet: Sheet, name: str, option: bool | None) -> Decision[bool]:
     if option is False:
         return Decision(False, f"{name}=False was requested")
     if speedup is None:
-        return Decision(bool(option), "requested" if option else "not known to be faster on this device")
-    return Decision(True, f"{'requested; ' if option else ''}{speedup.says} ({speedup.source})")
+        return Decision(
+            bool(option), f"{name}=True was requested" if option else "not known to be faster on this device"
+        )
+    return Decision(True, f"{name}=True was requested. {cite(speedup)}" if option else cite(speedup))

@@ -42,5 +42,7 @@ def choose_workarounds(
     }
     chosen = tuple(name for name, needed in needs.items() if needed)
     if not chosen:
-        return Decision((), "no limit of the device affects code inside the models")
-    return Decision(chosen, "limits of the device that affect code inside the models; see the other decisions")
+        return Decision((), "no device limit requires a workaround inside the models")
+    return Decision(
+        chosen, "device limits that require workarounds inside the models; the other decisions explain them"
+    )

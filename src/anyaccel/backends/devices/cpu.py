@@ -15,7 +15,7 @@ from anyaccel.backends.citations import (
     TORCH_INSTALL,
     TORCH_SOURCE,
 )
-from anyaccel.backends.claim import DtypeLimit, Quirk, Yes
+from anyaccel.backends.claim import DtypeLimit, Quirk, Unknown, Yes
 from anyaccel.backends.driver import Driver, Memory
 from anyaccel.backends.quirks import HALF_KERNELS_MISSING
 from anyaccel.backends.registry import Backend
@@ -37,8 +37,8 @@ SHEET = Sheet(
         int64=Yes(says="The default integer dtype of torch.", source=TENSORS, evidence="documented"),
         float32=Yes(says="The default dtype of torch.", source=TENSORS, evidence="documented"),
         float16=DtypeLimit(
-            says="Without hardware support, half precision is about 500 times slower than float32 (2000² matrix "
-            "product: 123 ms against 61.8 s).",
+            says="Without hardware support, half precision is about 500 times slower than float32 (2000 × 2000 "
+            "matrix product: 61.8 s vs. 123 ms).",
             source=PYTORCH + "146508",
             evidence="hardware",
             effect="slow",
@@ -60,14 +60,14 @@ SHEET = Sheet(
             source=PYTORCH + "107087",
             evidence="hardware",
             effect="error",
-            hint="store weights in it and cast them to float32 to compute",
+            hint="store the weights in float8 and cast them to float32 for computation",
         ),
         float8_e5m2=DtypeLimit(
             says="Storage only: operations such as index_copy raise.",
             source=PYTORCH + "180855",
             evidence="hardware",
             effect="error",
-            hint="store weights in it and cast them to float32 to compute",
+            hint="store the weights in float8 and cast them to float32 for computation",
         ),
     ),
     default_dtypes=DtypeOrder(
@@ -77,7 +77,7 @@ SHEET = Sheet(
         order=("float32",),
     ),
     random_numbers=Yes(
-        says="Noise for every device can be drawn with the CPU generator.",
+        says="The CPU generator can draw the noise for every device.",
         source="https://docs.pytorch.org/docs/stable/notes/randomness.html",
         evidence="documented",
     ),
@@ -87,11 +87,12 @@ SHEET = Sheet(
         says="No copy and no synchronization: the data is already in CPU memory.", source=TENSORS, evidence="documented"
     ),
     batches=Yes(
-        says="The tests of every diffusers pipeline compare batched with single images on the CPU.",
+        says="The tests of every diffusers pipeline compare batched with single-image results on the CPU.",
         source="https://github.com/huggingface/diffusers/blob/v0.42.1/tests/pipelines/test_pipelines_common.py",
         evidence="documented",
     ),
-    training=Yes(says="diffusers supports training on it.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
+    training=Yes(says="Supported by diffusers.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
+    memory=Unknown(says="No figure for the memory reserved by torch was found."),
     fused_attention=Yes(
         says="torch has a flash attention kernel for the CPU.",
         source=TORCH_SOURCE + "aten/src/ATen/native/cpu/FlashAttentionKernel.cpp",
@@ -109,7 +110,7 @@ SHEET = Sheet(
         ),
     ),
     compiler=Compiler(
-        says="torch.compile generates C++ and needs a C++ compiler.",
+        says="torch.compile generates C++ code and requires a C++ compiler.",
         source=INDUCTOR_CACHE,
         evidence="documented",
         backend="inductor",
@@ -128,7 +129,7 @@ SHEET = Sheet(
             subject="torch",
             wanted=">=2.6",
             hint=f'pip install "torch>=2.6" (to select a build: {TORCH_INSTALL})',
-            says="anyaccel uses torch.accelerator, which torch 2.6 introduced.",
+            says="anyaccel uses torch.accelerator, which was introduced in torch 2.6.",
             source="https://github.com/pytorch/pytorch/releases/tag/v2.6.0",
             evidence="documented",
         ),
@@ -140,7 +141,7 @@ SHEET = Sheet(
             memory_bytes=None,
             per_server=1,
             software="torch",
-            says="The memory of the machine.",
+            says="Memory size of the machine.",
             source=TORCH_INSTALL,
             evidence="documented",
         ),

@@ -66,7 +66,7 @@ def _nvidia(name: str, title: str, memory_bytes: int, per_server: int | None, so
         per_server=per_server,
         software="a CUDA build of torch",
         reported_as=reported_as,
-        says="As the device reports it." if measured else "Nominal memory size.",
+        says="Memory size as reported by the device." if measured else "Nominal memory size.",
         source=source,
         evidence="hardware" if measured else "documented",
     )
@@ -90,6 +90,15 @@ def _measured(name: str, gain: float, says: str) -> Speedup:
     return Speedup(name=name, gain=gain, says=says, source=_OUR_SPEED, evidence="hardware")
 
 
+_FP8 = DtypeLimit(
+    says="Matrix products require compute capability 8.9 or later; storage works on every device.",
+    source=PYTORCH + "164251",
+    evidence="hardware",
+    effect="error",
+    hint="store the weights in float8 and cast them for computation, or run in bfloat16",
+    only_on=_BEFORE_HOPPER,
+)
+
 CUDA = Sheet(
     name="cuda",
     title="NVIDIA CUDA",
@@ -99,42 +108,28 @@ CUDA = Sheet(
     preference=90,
     can_be_virtual=False,
     dtypes=Dtypes(
-        float64=Yes(says="A dtype of CUDA tensors.", source=TENSORS, evidence="documented"),
-        int64=Yes(says="A dtype of CUDA tensors.", source=TENSORS, evidence="documented"),
-        float32=Yes(says="A dtype of CUDA tensors.", source=TENSORS, evidence="documented"),
-        float16=Yes(says="A dtype of CUDA tensors.", source=TENSORS, evidence="documented"),
+        float64=Yes(says="Supported for CUDA tensors.", source=TENSORS, evidence="documented"),
+        int64=Yes(says="Supported for CUDA tensors.", source=TENSORS, evidence="documented"),
+        float32=Yes(says="Supported for CUDA tensors.", source=TENSORS, evidence="documented"),
+        float16=Yes(says="Supported for CUDA tensors.", source=TENSORS, evidence="documented"),
         bfloat16=Yes(
-            says="Native from compute capability 8.0 on; emulated and slower on older devices.",
+            says="Native on compute capability 8.0 and later; emulated, and slower, on older devices.",
             source=_CUDA,
             evidence="documented",
         ),
-        complex64=Yes(says="A dtype of CUDA tensors.", source=TENSORS, evidence="documented"),
-        complex128=Yes(says="A dtype of CUDA tensors.", source=TENSORS, evidence="documented"),
-        float8_e4m3fn=DtypeLimit(
-            says="Matrix products require compute capability 8.9 or 9.0 and later; storage works everywhere.",
-            source=PYTORCH + "164251",
-            evidence="hardware",
-            effect="error",
-            hint="store weights in it and cast them to compute, or run in bfloat16",
-            only_on=_BEFORE_HOPPER,
-        ),
-        float8_e5m2=DtypeLimit(
-            says="Matrix products require compute capability 8.9 or 9.0 and later; storage works everywhere.",
-            source=PYTORCH + "164251",
-            evidence="hardware",
-            effect="error",
-            hint="store weights in it and cast them to compute, or run in bfloat16",
-            only_on=_BEFORE_HOPPER,
-        ),
+        complex64=Yes(says="Supported for CUDA tensors.", source=TENSORS, evidence="documented"),
+        complex128=Yes(says="Supported for CUDA tensors.", source=TENSORS, evidence="documented"),
+        float8_e4m3fn=_FP8,
+        float8_e5m2=_FP8,
     ),
     default_dtypes=DtypeOrder(
-        says="bfloat16 has the range of float32 and is native from compute capability 8.0 on.",
+        says="bfloat16 has the range of float32 and is native on compute capability 8.0 and later.",
         source=_CUDA,
         evidence="documented",
         order=("bfloat16", "float16", "float32"),
     ),
     random_numbers=Yes(
-        says="The device has its own generators; for the same seed they return other values than the CPU generator.",
+        says="CUDA has its own generators; for the same seed, they return different values from the CPU generator.",
         source="https://docs.pytorch.org/docs/stable/notes/randomness.html",
         evidence="documented",
     ),
@@ -143,7 +138,7 @@ CUDA = Sheet(
     ),
     new_shapes=Yes(says="A new shape costs nothing in eager mode.", source=TENSORS, evidence="documented"),
     host_round_trip=RoundTrip(
-        says="7.7 µs on an idle H200, and it drains the stream: `nonzero().item()` in a scheduler does so per step.",
+        says="Takes 7.7 µs on an idle H200 and drains the stream; `nonzero().item()` in a scheduler does so per step.",
         source=_OUR_H200,
         evidence="hardware",
         effect="slow",
@@ -155,15 +150,15 @@ CUDA = Sheet(
         source="https://github.com/huggingface/diffusers/blob/v0.42.1/tests/pipelines/test_pipelines_common.py",
         evidence="documented",
     ),
-    training=Yes(says="diffusers supports training on it.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
+    training=Yes(says="Supported by diffusers.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
     fused_attention=Yes(
-        says="Flash and memory-efficient attention hold one sum per row; heads wider than 256 accumulate in float32.",
+        says="Flash and memory-efficient attention store one sum per row; heads wider than 256 accumulate in float32.",
         source=_OUR_MEMORY,
         evidence="hardware",
     ),
     memory=MemoryTerms(
-        says="The context of a process uses 0.3 to 0.4 GiB and cuBLAS 33 MiB; a tensor of 10 MiB or more is rounded up "
-        "to segments of 2 MiB if the remainder is at most 1 MiB.",
+        says="The CUDA context uses 0.3 to 0.4 GiB per process, and cuBLAS uses 33 MiB. The allocator rounds a "
+        "tensor of 10 MiB or more up to a multiple of 2 MiB if that adds at most 1 MiB.",
         source=_OUR_MEMORY,
         evidence="hardware",
         kept_bytes=400 * 2**20,
@@ -174,46 +169,51 @@ CUDA = Sheet(
         Quantization(
             name="torchao-int8",
             bits=8.1,
-            says="Weights in int8; matrix products in the dtype of the model.",
+            says="int8 weights; matrix products run in the dtype of the model.",
             source="https://github.com/huggingface/diffusers/pull/10009",
             evidence="documented",
         ),
         Quantization(
             name="gguf-q4",
             bits=4.5,
-            says="GGUF weights, dequantized with plain torch operations at use.",
+            says="GGUF weights, dequantized on the fly with plain torch operations.",
             source="https://github.com/huggingface/diffusers/pull/9964",
             evidence="documented",
         ),
         Quantization(
             name="bitsandbytes-nf4",
             bits=4.13,
-            says="4-bit weights.",
+            says="4-bit NF4 weights.",
             source=DIFFUSERS_SOURCE + "quantizers/bitsandbytes/bnb_quantizer.py",
             evidence="documented",
         ),
     ),
     speedups=(
         _measured("compile", 1.3, "Compiled stock pipelines took 0.43 to 0.79 times as long as eager ones."),
-        _measured("capture", 1.5, "With CUDA graphs, SD 1.5 took 0.41 and SDXL 0.78 times as long as stock compiled."),
+        _measured(
+            "capture",
+            1.5,
+            "With CUDA graphs, SD 1.5 took 0.41 times and SDXL 0.78 times as long as the compiled stock pipelines.",
+        ),
         Speedup(
             name="channels_last",
             gain=1.1,
-            says="Half-precision convolutions run in channels-last format.",
+            says="Half-precision convolution kernels run in channels-last format.",
             source=_CHANNELS_LAST,
             evidence="documented",
         ),
         Speedup(
             name="group_norm",
             gain=1.3,
-            says="GroupNorm in channels-last format is fused with its activation in a kernel of anyaccel.",
+            says="An anyaccel kernel fuses GroupNorm in channels-last format with the activation that follows.",
             source=_CHANNELS_LAST,
             evidence="inferred",
         ),
         Speedup(
             name="float8",
             gain=1.3,
-            says="Row-scaled float8 products of large matrices take little more than half of the time.",
+            says="Row-wise scaled float8 products of large matrices take just over half as long as half-precision "
+            "ones.",
             source=_FLOAT8,
             evidence="documented",
         ),
@@ -222,7 +222,7 @@ CUDA = Sheet(
     operations=(
         OperationLimit(
             name="convolution_past_int32",
-            says="A convolution over more than 2**31 elements fails with an illegal memory access.",
+            says="A convolution over a tensor with more than 2**31 elements fails with an illegal memory access.",
             source=PYTORCH + "117736",
             evidence="hardware",
             effect="error",
@@ -232,7 +232,7 @@ CUDA = Sheet(
         ),
         OperationLimit(
             name="channels_last_interpolate_past_int32",
-            says="Nearest interpolation in channels_last returns zeros beyond 2**31 elements.",
+            says="Nearest-neighbor interpolation in channels-last format returns zeros beyond 2**31 elements.",
             source=PYTORCH + "141831",
             evidence="hardware",
             effect="wrong",
@@ -244,8 +244,8 @@ CUDA = Sheet(
     quirks=(
         Quirk(
             name=CONVOLUTIONS_REORDER,
-            says="A half-precision convolution copies its input, weight and output to channels last unless the "
-            "input already is: decoding at 1024 × 1024 needs 2.4 GiB, and 1.5 GiB without the copies.",
+            says="A half-precision convolution copies its input, weight and output to channels-last format unless "
+            "the input is already in that format: decoding at 1024 × 1024 needs 2.4 GiB instead of 1.5 GiB.",
             source=_OUR_MEMORY,
             evidence="hardware",
             effect="slow",
@@ -308,11 +308,11 @@ CUDA = Sheet(
 )
 
 _ROCM_FP8 = DtypeLimit(
-    says="OCP fp8 runs only on gfx950 and gfx12; MI300 and MI325 have the FNUZ format, older GPUs have no fp8.",
+    says="OCP fp8 runs only on gfx950 and gfx12; MI300 and MI325 use the FNUZ format, and older GPUs have no fp8.",
     source=_AMD_FP8,
     evidence="hardware",
     effect="error",
-    hint="run in bfloat16, or store the weights in fp8 and cast them to compute",
+    hint="run in bfloat16, or store the weights in fp8 and cast them for computation",
     only_on=_BEFORE_CDNA4,
 )
 
@@ -324,40 +324,40 @@ ROCM = replace(
     documentation=_HIP,
     device_type="cuda",
     torch_build="hip",
-    fused_attention=Unknown(says="No list of GPUs and releases with fused attention was found."),
-    memory=Unknown(says="No figure for memory reserved by the device's software was found."),
+    fused_attention=Unknown(says="No list of GPUs and releases that support fused attention was found."),
+    memory=Unknown(says="No figure for the memory reserved by the driver and runtime was found."),
     speedups=(),
     quantized_weights=(),
     dtypes=replace(
         CUDA.dtypes,
-        float64=Yes(says="Available through the CUDA interface.", source=_HIP, evidence="documented"),
+        float64=Yes(says="Supported through the torch.cuda interface.", source=_HIP, evidence="documented"),
         bfloat16=Yes(says="torch reports it as supported on every GPU.", source=_CUDA, evidence="documented"),
-        complex64=Unknown(says="No list of complex dtypes on ROCm was found."),
-        complex128=Unknown(says="No list of complex dtypes on ROCm was found."),
+        complex64=Unknown(says="No list of the complex dtypes supported on ROCm was found."),
+        complex128=Unknown(says="No list of the complex dtypes supported on ROCm was found."),
         float8_e4m3fn=_ROCM_FP8,
         float8_e5m2=_ROCM_FP8,
     ),
     random_numbers=Yes(says="Available through torch.cuda, as on CUDA.", source=_HIP, evidence="documented"),
     new_shapes=Yes(
-        says="Works; convolutions may be tuned again for each shape, see the quirk miopen_search.",
+        says="New shapes work, but convolutions may be tuned again for each one; see the quirk miopen_search.",
         source="https://github.com/ROCm/TheRock/issues/2591",
         evidence="hardware",
     ),
     host_round_trip=RoundTrip(
-        says="Drains the stream, as on CUDA; no figure was found.",
+        says="Drains the stream, as on CUDA; no timing was found.",
         source=SCHEDULER_SYNC,
         evidence="inferred",
         effect="slow",
         hint="keep the scheduler's timesteps on the CPU and call set_begin_index",
         cost_us=None,
     ),
-    batches=Unknown(says="No report on batches on ROCm was found."),
+    batches=Unknown(says="No reports about batches on ROCm were found."),
     largest_tensor=(Unknown(says="No limit on tensor size was found."),),
     operations=(),
     quirks=(
         Quirk(
             name=NON_CONTIGUOUS_ATTENTION,
-            says="Fused attention was wrong for a non-contiguous value tensor (bfloat16, MI300X, ROCm 7.0).",
+            says="Fused attention returned wrong results for a non-contiguous value (bfloat16, MI300X, ROCm 7.0).",
             source="https://github.com/ROCm/pytorch/issues/3230",
             evidence="hardware",
             effect="wrong",
@@ -367,7 +367,7 @@ ROCM = replace(
         Quirk(
             name="miopen_search",
             information_only=True,
-            says="The first VAE decode may search for kernels for minutes (37 min on ROCm 7.12, 1 min on 7.14).",
+            says="The first VAE decode may spend minutes searching for kernels (37 min on ROCm 7.12, 1 min on 7.14).",
             source="https://github.com/ROCm/TheRock/issues/2591",
             evidence="hardware",
             effect="slow",
@@ -376,14 +376,16 @@ ROCM = replace(
         Quirk(
             name="vae_decode_timeout",
             information_only=True,
-            says="VAE decode above 1024 pixels hit the driver timeout (ROCm 6.3, WSL).",
+            says="VAE decoding above 1024 pixels hit the driver timeout (ROCm 6.3, WSL).",
             source="https://github.com/ROCm/legacy-rocm-build/issues/4729",
             evidence="hardware",
             effect="error",
             hint="set MIOPEN_FIND_MODE=2, or tile the VAE",
         ),
     ),
-    distributed=Distributed(says="nccl (RCCL on ROCm) and gloo.", source=_HIP, evidence="documented", backend="nccl"),
+    distributed=Distributed(
+        says="nccl (RCCL on ROCm) and gloo are available.", source=_HIP, evidence="documented", backend="nccl"
+    ),
     variables=(
         Variable(
             name="MIOPEN_FIND_MODE",
@@ -419,7 +421,7 @@ ROCM = replace(
         _amd("mi355x", "AMD Instinct MI355X", 288 * GIB),
         _amd("mi325x", "AMD Instinct MI325X", 256 * GIB),
         _amd("mi300x", "AMD Instinct MI300X", 192 * GIB),
-        _amd("mi250x", "AMD Instinct MI250X", 64 * GIB, "128 GiB in two dies, which torch counts as two devices."),
+        _amd("mi250x", "AMD Instinct MI250X", 64 * GIB, "128 GiB on two dies; torch counts each die as a device."),
         _amd("rx7900xtx", "AMD Radeon RX 7900 XTX", 24 * GIB),
     ),
 )

@@ -43,7 +43,7 @@ _TRANSFORMERS = "https://huggingface.co/docs/transformers/perf_train_gaudi"
 _PIPELINE_UTILS = DIFFUSERS_SOURCE + "pipelines/pipeline_utils.py"
 
 _FP8_ON_FIRST = DtypeLimit(
-    says="Gaudi 2 and Gaudi 3 support fp8, the first Gaudi does not.",
+    says="Gaudi 2 and Gaudi 3 support fp8; the first Gaudi does not.",
     source=_CAST_TEST,
     evidence="documented",
     effect="error",
@@ -81,7 +81,7 @@ SHEET = Sheet(
     preference=85,
     dtypes=Dtypes(
         float64=DtypeLimit(
-            says="Stored as float32 on the device while torch still reports float64.",
+            says="Stored as float32 on the device, although torch still reports float64.",
             source=_TENSOR_UTILS,
             evidence="documented",
             effect="narrowed",
@@ -90,7 +90,8 @@ SHEET = Sheet(
         ),
         int64=DtypeLimit(
             says="Stored as int32 on the first Gaudi, and on every Gaudi in lazy mode unless "
-            "PT_ENABLE_INT64_SUPPORT=1, while torch still reports int64; eager mode on Gaudi 2 and 3 keeps int64.",
+            "PT_ENABLE_INT64_SUPPORT=1 is set, although torch still reports int64. In eager mode, Gaudi 2 and 3 keep "
+            "int64.",
             source=_TENSOR_UTILS,
             evidence="documented",
             effect="narrowed",
@@ -118,7 +119,8 @@ SHEET = Sheet(
         float8_e5m2=_FP8_ON_FIRST,
     ),
     default_dtypes=DtypeOrder(
-        says="Every generation supports bfloat16; float16 differed by 10% from the CPU in accelerate's own test.",
+        says="Every generation supports bfloat16; in accelerate's own test, float16 results differed by 10% from "
+        "the CPU.",
         source=ACCELERATE_SOURCE + "test_utils/scripts/test_script.py",
         evidence="hardware",
         order=("bfloat16", "float32"),
@@ -132,21 +134,21 @@ SHEET = Sheet(
         contradicted_by="https://github.com/huggingface/diffusers/pull/11328",  # its pipelines drew noise on the device
     ),
     data_dependent_shapes=Limit(
-        says="Supported in every mode, but every resulting shape is compiled again.",
+        says="Supported in every mode, but every new output shape triggers a recompilation.",
         source=_DOCS + "PyTorch/Model_Optimization_PyTorch/Dynamic_Shapes.html",
         evidence="documented",
         effect="slow",
-        hint="keep shapes fixed; PT_HPU_METRICS_FILE counts the compilations",
+        hint="keep shapes fixed; set PT_HPU_METRICS_FILE to count compilations",
     ),
     new_shapes=Limit(
-        says="Every new shape, such as another resolution, is compiled.",
+        says="Every new shape, such as another resolution, triggers a recompilation.",
         source=_DOCS + "PyTorch/Model_Optimization_PyTorch/Dynamic_Shapes.html",
         evidence="documented",
         effect="slow",
         hint="use only a few sizes",
     ),
     host_round_trip=RoundTrip(
-        says="`.item()` copies synchronously and busy-waits until the copy is done.",
+        says="`.item()` copies synchronously and busy-waits until the copy has finished.",
         source=_FRONTEND,
         evidence="documented",
         effect="slow",
@@ -154,31 +156,31 @@ SHEET = Sheet(
         cost_us=None,
     ),
     batches=Yes(
-        says="Stable Diffusion 3 ran in batches of 1 to 8.", source=_OPTIMUM + "pull/1682", evidence="hardware"
+        says="Stable Diffusion 3 ran with batch sizes from 1 to 8.", source=_OPTIMUM + "pull/1682", evidence="hardware"
     ),
-    training=Yes(says="Supported in both modes.", source=_MATRIX, evidence="documented"),
+    training=Yes(says="Supported in eager and lazy mode.", source=_MATRIX, evidence="documented"),
     fused_attention=Limit(
-        says="Plain attention needed 27 GiB where the vendor's FusedSDPA needed 1 GiB.",
+        says="Unfused attention needed 27 GiB; the vendor's FusedSDPA needed 1 GiB.",
         source="https://github.com/vllm-project/vllm-gaudi/pull/249",
         evidence="inferred",
         effect="slow",
         hint="slice the attention",
     ),
     memory=MemoryTerms(
-        says="94.62 GiB are usable on Gaudi 2 and 29.85 GiB on the first Gaudi, close to the nominal size in GB "
+        says="94.62 GiB is usable on Gaudi 2 and 29.85 GiB on the first Gaudi, close to the nominal size in GB "
         "(https://github.com/huggingface/optimum-habana/pull/89).",
         source="https://github.com/huggingface/optimum-habana/pull/1111",
         evidence="hardware",
     ),
-    largest_tensor=(Unknown(says="No limit on the size of a tensor was found."),),
+    largest_tensor=(Unknown(says="No limit on tensor size was found."),),
     operations=(
         OperationLimit(
             name="masked_fill_int64",
-            says="masked_fill of int64 fails on the first Gaudi: masked_fill_fwd_i64, synStatus 26.",
+            says="masked_fill on int64 tensors fails on the first Gaudi (masked_fill_fwd_i64, synStatus 26).",
             source="https://github.com/huggingface/transformers/pull/36424",
             evidence="hardware",
             effect="error",
-            hint="fill in int32",
+            hint="call masked_fill on an int32 tensor",
             operations=("masked_fill", "masked_fill_"),
             dtypes=("int64",),
             only_on=("gaudi1",),
@@ -188,11 +190,12 @@ SHEET = Sheet(
         Quirk(
             name="mode_decides_speed",
             information_only=True,
-            says="Flux with 28 steps ran at 0.399 images per second eager, 0.002 lazy and 0.086 with HPU graphs.",
+            says="Flux with 28 steps generated 0.399 images per second in eager mode, 0.002 in lazy mode and 0.086 "
+            "with HPU graphs.",
             source=_OPTIMUM + "pull/1331",
             evidence="hardware",
             effect="slow",
-            hint="choose the mode per model with PT_HPU_LAZY_MODE, set before the import",
+            hint="choose the mode for each model with PT_HPU_LAZY_MODE, which must be set before the import",
         ),
         Quirk(
             name=FLOAT32_ATTENTION,
@@ -223,7 +226,7 @@ SHEET = Sheet(
         cache_value="{},false,1024,false",
     ),
     distributed=Distributed(
-        says="hccl, after importing its module.",
+        says="The hccl backend is available once its module is imported.",
         source=_DOCS + "PyTorch/PyTorch_Scaling_Guide/Distributed_Backend_Initialization.html",
         evidence="documented",
         backend="hccl",
@@ -234,7 +237,7 @@ SHEET = Sheet(
             name="eager",
             settings=(("PT_HPU_LAZY_MODE", "0"),),
             says="The vendor's default, required by hpu_backend, and the fastest mode for Flux: 0.399 images per "
-            "second against 0.086 with HPU graphs and 0.002 lazy.",
+            "second, compared with 0.086 with HPU graphs and 0.002 in lazy mode.",
             source=_OPTIMUM + "pull/1331",
             evidence="hardware",
         ),
@@ -242,8 +245,8 @@ SHEET = Sheet(
             name="lazy",
             settings=(("PT_HPU_LAZY_MODE", "1"),),
             captures=True,
-            says="Operations are collected into graphs, and the denoiser is captured as an HPU graph, which only this "
-            "mode supports; for launch-bound models.",
+            says="Operations are collected into graphs, and the denoiser is captured as an HPU graph, which only "
+            "this mode supports; suited to launch-bound models.",
             source=_MATRIX,
             evidence="documented",
         ),
@@ -271,7 +274,8 @@ SHEET = Sheet(
             name="PT_HPU_LAZY_MODE",
             value="",
             when="by_user",
-            says="0 is eager, the default in releases after 1.21; 1 is lazy, the only mode with HPU graphs.",
+            says="0 selects eager mode, the default in releases after 1.21; 1 selects lazy mode, the only one with "
+            "HPU graphs.",
             source=_FLAGS,
             evidence="documented",
         ),
@@ -279,7 +283,7 @@ SHEET = Sheet(
             name="PT_HPU_RECIPE_CACHE_CONFIG",
             value="",
             when="by_user",
-            says="PATH,DELETE,MEGABYTES,NFS; by default (,false,1024,false) nothing is cached on disk.",
+            says="Format: PATH,DELETE,MEGABYTES,NFS. With the default (,false,1024,false), nothing is cached on disk.",
             source=_FLAGS,
             evidence="documented",
         ),
@@ -298,7 +302,7 @@ SHEET = Sheet(
         SystemIs(
             systems=("Linux",),
             hint="use a Linux server with Gaudi cards",
-            says="The vendor supports only Linux distributions.",
+            says="The vendor supports only Linux.",
             source=_DOCS + "Support_Matrix/Support_Matrix.html",
             evidence="documented",
         ),

@@ -58,8 +58,8 @@ SHEET = Sheet(
             becomes="float32",
         ),
         int64=DtypeLimit(
-            says="Reductions, sorting and cumsum were cast to int32 before macOS 13.3, and diffusers uses int32 "
-            "on every macOS version.",
+            says="Before macOS 13.3, reductions, sorting and cumsum cast int64 to int32; diffusers uses int32 on "
+            "every macOS version.",
             source=PYTORCH + "95231",
             evidence="hardware",
             effect="narrowed",
@@ -67,8 +67,8 @@ SHEET = Sheet(
             becomes="int32",
             contradicted_by=_OPERATION_UTILS,
         ),
-        float32=Yes(says="A native Metal dtype.", source=_OPERATION_UTILS, evidence="documented"),
-        float16=Yes(says="A native Metal dtype.", source=_OPERATION_UTILS, evidence="documented"),
+        float32=Yes(says="Supported natively by Metal.", source=_OPERATION_UTILS, evidence="documented"),
+        float16=Yes(says="Supported natively by Metal.", source=_OPERATION_UTILS, evidence="documented"),
         bfloat16=DtypeLimit(
             says="TypeError: MPS BFloat16 is only supported on macOS 14 or newer.",
             source="https://github.com/pytorch/torchchat/issues/616",
@@ -80,7 +80,7 @@ SHEET = Sheet(
             only_if=("macos<14",),
         ),
         complex64=Yes(
-            says="Most operations support it, matrix products since torch 2.4; a few, such as dropout, still do not.",
+            says="Most operations support it (matrix products since torch 2.4); a few, such as dropout, still do not.",
             source=TORCH_SOURCE + "torch/testing/_internal/common_mps.py",
             evidence="documented",
         ),
@@ -116,12 +116,12 @@ SHEET = Sheet(
         order=("float16", "bfloat16", "float32"),
     ),
     random_numbers=Yes(
-        says="torch.mps has its own generator; for the same seed it returns other values than the CPU generator, and "
-        "diffusers draws noise on the CPU.",
+        says="torch.mps has its own generator; for the same seed, it returns different values from the CPU "
+        "generator, and diffusers draws noise on the CPU.",
         source=TORCH_SOURCE + "torch/mps/__init__.py",
         evidence="documented",
     ),
-    data_dependent_shapes=Unknown(says="No report on nonzero and masks on MPS was found."),
+    data_dependent_shapes=Unknown(says="No reports about nonzero or boolean masks on MPS were found."),
     new_shapes=Limit(
         says="Every new shape adds a graph to a cache that is never cleared: 315 shapes used 13.7 GB.",
         source=PYTORCH + "132596",
@@ -138,7 +138,7 @@ SHEET = Sheet(
         cost_us=222.0,
     ),
     batches=Limit(
-        says="Several prompts in one batch gave noise, black images or a crash.",
+        says="Batches of several prompts produced noise, black images or a crash.",
         source=DIFFUSERS + "363",
         evidence="hardware",
         effect="wrong",
@@ -152,15 +152,16 @@ SHEET = Sheet(
         hint="train on another device",
     ),
     fused_attention=Limit(
-        says="Up to torch 2.13, attention over more than eight queries holds all scores in float32.",
+        says="Up to torch 2.13, attention over more than eight queries materializes the full score matrix in float32.",
         source="https://github.com/pytorch/pytorch/pull/178545",
         evidence="documented",
         effect="slow",
         hint="slice the attention",
     ),
     memory=MemoryTerms(
-        says="macOS recommends two thirds of the memory up to 32 GB (10.67 of 16, 21.33 of 32) and three quarters "
-        "above (72 of 96, https://github.com/ggml-org/llama.cpp/issues/3213); macOS 26 recommends 74% to 84%.",
+        says="The limit that macOS recommends for the GPU is two thirds of memory on machines with up to 32 GB "
+        "(10.67 of 16 GB, 21.33 of 32 GB) and three quarters on larger ones (72 of 96 GB, "
+        "https://github.com/ggml-org/llama.cpp/issues/3213); on macOS 26 it is 74% to 84%.",
         source="https://github.com/abetlen/llama-cpp-python/issues/687",
         evidence="hardware",
         shares=((32 * GIB, 2 / 3), (None, 3 / 4)),
@@ -169,21 +170,22 @@ SHEET = Sheet(
         Quantization(
             name="bitsandbytes-nf4",
             bits=4.13,
-            says="4-bit weights; diffusers added support and tested FLUX.2-dev.",
+            says="4-bit NF4 weights; diffusers added support and tested it with FLUX.2-dev.",
             source="https://github.com/huggingface/diffusers/pull/13915",
             evidence="hardware",
         ),
         Quantization(
             name="gguf-q4",
             bits=4.5,
-            says="GGUF weights, dequantized with plain torch operations at use.",
+            says="GGUF weights, dequantized on the fly with plain torch operations.",
             source="https://github.com/huggingface/diffusers/pull/9964",
             evidence="inferred",
         ),
     ),
     largest_tensor=(
         SizeLimit(
-            says="An NDArray larger than 2**32 is rejected; the documentation gives no unit, Metal's error says bytes.",
+            says="An NDArray larger than 2**32 is rejected; the documentation gives no unit, but Metal's error "
+            "message says bytes.",
             source=_DIFFUSERS_PAGE,
             evidence="documented",
             effect="error",
@@ -194,7 +196,7 @@ SHEET = Sheet(
             of="tensor",
         ),
         SizeLimit(
-            says="About 2**31 attention scores or more corrupt the image without an error.",
+            says="Attention with about 2**31 scores or more silently corrupts the image.",
             source=COMFYUI + "14837",
             evidence="hardware",
             effect="wrong",
@@ -238,7 +240,7 @@ SHEET = Sheet(
         ),
         OperationLimit(
             name="int_mm",
-            says="Integer matrix products, which int8 quantization needs, are not implemented.",
+            says="Integer matrix products, which int8 quantization requires, are not implemented.",
             source="https://github.com/MiniMax-AI/MiniMax-H3/issues/56",
             evidence="hardware",
             effect="error",
@@ -250,7 +252,8 @@ SHEET = Sheet(
         Quirk(
             name="first_pass_differs",
             information_only=True,
-            says="The first pass returns slightly different results than later ones: run one step and discard it.",
+            says="The first pass returns slightly different results from later ones; run one step and discard the "
+            "result.",
             source=_DIFFUSERS_PAGE,
             evidence="documented",
             effect="wrong",
@@ -259,7 +262,8 @@ SHEET = Sheet(
         ),
         Quirk(
             name=NON_CONTIGUOUS_ATTENTION,
-            says="Fused attention returns wrong results for permuted query, key and value (error 3.6 against 8e-7).",
+            says="Fused attention returns wrong results for permuted query, key and value tensors (error of 3.6 "
+            "instead of 8e-7).",
             source=PYTORCH + "181133",
             evidence="hardware",
             effect="wrong",
@@ -287,7 +291,8 @@ SHEET = Sheet(
         Quirk(
             name="swaps_before_it_fails",
             information_only=True,
-            says="The default limit (1.7 times the recommended size) exceeds the memory: it swaps instead of failing.",
+            says="The default limit (1.7 times the recommended size) exceeds physical memory, so the system swaps "
+            "instead of raising an out-of-memory error.",
             source=_WATERMARKS,
             evidence="hardware",
             effect="slow",
@@ -295,7 +300,7 @@ SHEET = Sheet(
         ),
     ),
     compiler=Compiler(
-        says="Inductor generates Metal code from torch 2.8 on; its source calls this an early prototype.",
+        says="Inductor has generated Metal code since torch 2.8; its source calls this an early prototype.",
         source=PYTORCH + "157957",
         evidence="hardware",
         backend="inductor",
@@ -305,7 +310,7 @@ SHEET = Sheet(
         cache_default="torchinductor_$USER in the temporary directory",
     ),
     distributed=Distributed(
-        says="gloo is torch's default for mps; there is one device per machine.",
+        says="gloo is torch's default backend for MPS; each machine has one device.",
         source=TORCH_DISTRIBUTED,
         evidence="documented",
         backend="gloo",
@@ -316,7 +321,7 @@ SHEET = Sheet(
             name="PYTORCH_ENABLE_MPS_FALLBACK",
             value="",
             when="by_user",
-            says="1 runs operations that MPS does not implement on the CPU.",
+            says="1 enables a CPU fallback for operations that MPS does not implement.",
             source=_VARIABLES,
             evidence="documented",
         ),
@@ -324,7 +329,7 @@ SHEET = Sheet(
             name="PYTORCH_MPS_HIGH_WATERMARK_RATIO",
             value="",
             when="by_user",
-            says="The memory limit as a multiple of the recommended size; default 1.7.",
+            says="Memory limit as a multiple of the recommended size; default 1.7.",
             source=_VARIABLES,
             evidence="documented",
         ),
@@ -332,7 +337,8 @@ SHEET = Sheet(
             name="PYTORCH_MPS_LOW_WATERMARK_RATIO",
             value="",
             when="by_user",
-            says="The usage from which cached memory is released, as a multiple of the recommended size; default 1.4.",
+            says="Memory use above which cached memory is released, as a multiple of the recommended size; default "
+            "1.4.",
             source=_VARIABLES,
             evidence="documented",
         ),
@@ -350,7 +356,7 @@ SHEET = Sheet(
             wanted=">=12.6",
             recommended=">=13.0",
             hint="update macOS",
-            says="macOS 12.6 or later, 13.0 or later recommended; torch 2.8 and later require macOS 14.",
+            says="Requires macOS 12.6 or later; 13.0 or later is recommended. torch 2.8 and later require macOS 14.",
             source=_DIFFUSERS_PAGE,
             evidence="documented",
         ),
@@ -366,7 +372,7 @@ SHEET = Sheet(
             wanted=">=1.13",
             recommended=">=2.0",
             hint=f"pip install --upgrade torch ({TORCH_INSTALL})",
-            says="torch 2.0 is recommended; 1.13 is the first version with mps.",
+            says="torch 1.13 is the first version with MPS support; torch 2.0 is recommended.",
             source=_DIFFUSERS_PAGE,
             evidence="documented",
         ),
@@ -380,8 +386,8 @@ SHEET = Sheet(
             memory_bytes=None,
             per_server=1,
             software="torch on macOS",
-            says="CPU and GPU share one memory; macOS recommends 75% to 78% of it for the GPU (37.4 of 48 GB on one "
-            "M5 Pro) and reports the exact figure.",
+            says="The CPU and GPU share memory; macOS recommends using at most 75% to 78% of it for the GPU (37.4 "
+            "of 48 GB on one M5 Pro) and reports the exact size.",
             source=_WATERMARKS,
             evidence="hardware",
         ),

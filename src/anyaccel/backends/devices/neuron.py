@@ -63,9 +63,9 @@ SHEET = Sheet(
             hint="use int32 for ids and float32 for timesteps",
             becomes="int32",
         ),
-        float32=Yes(says="A dtype of the tensor engine.", source=_DOCS, evidence="documented"),
-        float16=Yes(says="A dtype of the tensor engine.", source=_DOCS, evidence="documented"),
-        bfloat16=Yes(says="The validated pipelines ran in bfloat16.", source=_PULL, evidence="hardware"),
+        float32=Yes(says="Supported by the tensor engine.", source=_DOCS, evidence="documented"),
+        float16=Yes(says="Supported by the tensor engine.", source=_DOCS, evidence="documented"),
+        bfloat16=Yes(says="The pipelines validated for diffusers ran in bfloat16.", source=_PULL, evidence="hardware"),
         complex64=DtypeLimit(
             says="The compiler rejects complex dtypes (NCC_EVRF004).",
             source=_ERRORS,
@@ -89,16 +89,16 @@ SHEET = Sheet(
             hint="run in bfloat16",
             only_on=("trn2", "trn1", "inf2"),
         ),
-        float8_e5m2=Unknown(says="No citable source on e5m2 was found."),
+        float8_e5m2=Unknown(says="No citable source about float8_e5m2 was found."),
     ),
     default_dtypes=DtypeOrder(
-        says="The pull request validated pipelines in bfloat16.",
+        says="The pull request that added Neuron support to diffusers validated its pipelines in bfloat16.",
         source=_PULL,
         evidence="hardware",
         order=("bfloat16", "float32"),
     ),
     random_numbers=Limit(
-        says="Random tensors cannot be created on the device; it has no generator.",
+        says="The device has no random number generator, so random tensors cannot be created on it.",
         source=_PULL,
         evidence="documented",
         effect="error",
@@ -106,7 +106,7 @@ SHEET = Sheet(
         contradicted_by=_BACKEND,  # its tests show torch.randn falling back to the CPU and its generator
     ),
     data_dependent_shapes=Limit(
-        says="Dynamic shape is not supported (NCC_EMOD025): the scheduler's timestep lookup failed on it.",
+        says="Dynamic shapes are not supported (NCC_EMOD025); the scheduler's timestep lookup failed with this error.",
         source=_DOCS + "compiler/error-codes/EMOD025.html",
         evidence="documented",
         effect="error",
@@ -114,21 +114,21 @@ SHEET = Sheet(
         contradicted_by=_BACKEND,  # its tests show that eager nonzero runs on the device
     ),
     new_shapes=Limit(
-        says="Every new shape, including every batch size, is compiled.",
+        says="Every new shape, including every new batch size, triggers a recompilation.",
         source=ACCELERATE_SOURCE + "utils/operations.py",
         evidence="documented",
         effect="slow",
         hint="use only a few sizes, and warm them up",
     ),
     host_round_trip=RoundTrip(
-        says="SDXL and PixArt keep their timesteps on the CPU to avoid round trips; no figure was found.",
+        says="The SDXL and PixArt pipelines keep their timesteps on the CPU to avoid round trips; no timing was found.",
         source="https://github.com/huggingface/diffusers/pull/13718",
         evidence="documented",
         effect="slow",
         hint="keep the scheduler's timesteps on the CPU and call set_begin_index",
         cost_us=None,
     ),
-    batches=Yes(says="SDXL with guidance runs a batch of two.", source=_PULL, evidence="inferred"),
+    batches=Yes(says="SDXL with guidance runs with a batch size of two.", source=_PULL, evidence="inferred"),
     training=Limit(
         says="diffusers lists training as unsupported.",
         source=DIFFUSERS_TORCH_UTILS,
@@ -138,12 +138,13 @@ SHEET = Sheet(
         contradicted_by=_SDK + "frameworks/torch/pytorch-native-overview.rst",
     ),
     memory=MemoryTerms(
-        says="A core reserves 96 MB for microcode, and a logical core has two; graphs, rings and scratch are extra.",
+        says="Each core reserves 96 MB for microcode, and a logical core consists of two cores; graphs, rings and "
+        "scratch buffers need additional memory.",
         source=_DOCS + "neuron-runtime/explore/device-memory.html",
         evidence="documented",
         kept_bytes=2 * 96 * 2**20,
     ),
-    largest_tensor=(Unknown(says="No limit on tensor size was found; graph size is limited, see the quirks."),),
+    largest_tensor=(Unknown(says="No limit on tensor size was found, but graph size is limited; see the quirks."),),
     operations=(
         OperationLimit(
             name="repeat_interleave_by_tensor",
@@ -185,8 +186,8 @@ SHEET = Sheet(
         ),
     ),
     compiler=Compiler(
-        says="dynamic=True is rejected, every new shape is compiled, only the default mode has an effect, and full "
-        "graphs are recommended.",
+        says="dynamic=True is rejected, every new shape triggers a recompilation, only the default mode has an "
+        "effect, and full graphs are recommended.",
         source=_COMPILE,
         evidence="hardware",
         backend="neuron",
@@ -196,7 +197,7 @@ SHEET = Sheet(
         cache_default="/tmp/neff_cache",
     ),
     distributed=Distributed(
-        says="The backend has the name of the device.",
+        says="The backend has the same name as the device.",
         source=ACCELERATE_SOURCE + "state.py",
         evidence="documented",
         backend="neuron",
@@ -207,7 +208,7 @@ SHEET = Sheet(
             name="TORCH_NEURONX_NEFF_CACHE_DIR",
             value="",
             when="by_user",
-            says="The directory of compiled graphs; read once, at the first compilation.",
+            says="Directory of compiled graphs; read once, at the first compilation.",
             source=_VARIABLES,
             evidence="documented",
         ),
@@ -215,7 +216,7 @@ SHEET = Sheet(
             name="TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION",
             value="",
             when="by_user",
-            says="A failed compilation raises unless this is 0.",
+            says="A failed compilation raises an error unless this is 0.",
             source=_VARIABLES,
             evidence="documented",
         ),
@@ -262,7 +263,7 @@ SHEET = Sheet(
             "AWS Trainium 3 (one logical core)",
             36,
             256,
-            "64 chips with 144 GiB and 8 cores each per UltraServer; two cores form a device, as on Trn2 (inferred).",
+            "64 chips with 144 GiB and 8 cores each per UltraServer; two cores form one device, as on Trn2 (inferred).",
             _SDK + "about-neuron/arch/neuron-hardware/trn3-arch.rst",
         ),
         _product(

@@ -19,7 +19,13 @@ _A5_FP8 = "https://github.com/tile-ai/tilelang-ascend/pull/1177"
 
 
 def _ascend(
-    name: str, title: str, memory_bytes: int | None, per_server: int | None, source: str, reported_as: str = ""
+    name: str,
+    title: str,
+    memory_bytes: int | None,
+    per_server: int | None,
+    source: str,
+    reported_as: str = "",
+    says: str = "Memory per torch device.",
 ) -> Product:
     return Product(
         name=name,
@@ -28,7 +34,7 @@ def _ascend(
         per_server=per_server,
         software="torch with torch_npu and CANN",
         reported_as=reported_as,
-        says="One device as torch counts them: the 910C has two dies per card.",
+        says=says,
         source=source,
         evidence="documented",
     )
@@ -58,9 +64,10 @@ SHEET = Sheet(
             becomes="int32",
             contradicted_by=_DIFFUSERS_FLOAT64,  # the dtype list in its error message has DT_INT64
         ),
-        float32=Yes(says="In the dtype lists of the kernels.", source=_KERNEL_TYPES, evidence="hardware"),
+        float32=Yes(says="Listed as a supported dtype by the kernels.", source=_KERNEL_TYPES, evidence="hardware"),
         float16=DtypeLimit(
-            says="On series before A2, overflow saturates: inf becomes 65504 and NaN 0, and this cannot be turned off.",
+            says="On series before A2, overflow saturates: Inf becomes 65504 and NaN becomes 0, and this cannot be "
+            "turned off.",
             source="https://hiascend.com/document/detail/zh/Pytorch/600/apiref/Envvariables/Envir_004.html",
             evidence="documented",
             effect="wrong",
@@ -77,12 +84,12 @@ SHEET = Sheet(
             only_on=("310p",),
         ),
         complex64=Yes(
-            says="Rotary embeddings in complex64 run; for indexing, see the operations.",
+            says="Rotary embeddings work in complex64; for indexing, see the operations.",
             source="https://github.com/modelscope/DiffSynth-Studio/pull/1191",
             evidence="hardware",
         ),
         complex128=DtypeLimit(
-            says="Runs on the slow AI CPU; gather rejects it, see the operations.",
+            says="Runs on the slow AI CPU; gather rejects it (see the operations).",
             source="https://github.com/modelscope/DiffSynth-Studio/pull/1191",
             evidence="hardware",
             effect="slow",
@@ -90,14 +97,15 @@ SHEET = Sheet(
             becomes="complex64",
         ),
         float8_e4m3fn=DtypeLimit(
-            says="Float8_e4m3fn has not been supported (ERR01007); A2 and A3 have no fp8 matrix products, A5 has them.",
+            says="Fails with 'Float8_e4m3fn has not been supported' (ERR01007). A2 and A3 do not support fp8 matrix "
+            "products; A5 does.",
             source="https://github.com/xLLM-AI/xllm/issues/1427",
             evidence="hardware",
             effect="error",
             hint="run in bfloat16",
         ),
         float8_e5m2=DtypeLimit(
-            says="A2 and A3 have no fp8 matrix products, A5 has them.",
+            says="A2 and A3 do not support fp8 matrix products; A5 does.",
             source=_A5_FP8,
             evidence="documented",
             effect="error",
@@ -105,7 +113,7 @@ SHEET = Sheet(
         ),
     ),
     default_dtypes=DtypeOrder(
-        says="bfloat16 is in the dtype lists of the kernels; HunyuanDiT gave black images in float16.",
+        says="The kernels list bfloat16 as a supported dtype; HunyuanDiT produced black images in float16.",
         source="https://github.com/Tencent-Hunyuan/HunyuanDiT/issues/226",
         evidence="hardware",
         order=("bfloat16", "float16", "float32"),
@@ -116,39 +124,40 @@ SHEET = Sheet(
         evidence="hardware",
     ),
     data_dependent_shapes=Limit(
-        says="With jit_compile on, the default before A2, operators are compiled for every new shape.",
+        says="With jit_compile enabled (the default before A2), operators are recompiled for every new shape.",
         source=_JIT,
         evidence="documented",
         effect="slow",
-        hint="torch_npu.npu.set_compile_mode(jit_compile=False)",
+        hint="call torch_npu.npu.set_compile_mode(jit_compile=False)",
         only_on=("310p",),
     ),
     new_shapes=Limit(
-        says="The first Stable Diffusion image took 600 s with jit_compile on and 40 s with it off.",
+        says="The first Stable Diffusion image took 600 s with jit_compile enabled and 40 s with it disabled.",
         source=_FIRST_RUN,
         evidence="hardware",
         effect="slow",
-        hint="torch_npu.npu.set_compile_mode(jit_compile=False)",
+        hint="call torch_npu.npu.set_compile_mode(jit_compile=False)",
         only_on=("310p",),
     ),
     host_round_trip=RoundTrip(
-        says="Drains the queue; copies with a dtype conversion blocked despite non_blocking=True. No figure was found.",
+        says="Drains the queue; copies with a dtype conversion blocked despite non_blocking=True. No timing was found.",
         source="https://gitcode.com/Ascend/pytorch/pull/39577",
         evidence="documented",
         effect="slow",
         hint="keep the scheduler's timesteps on the CPU and call set_begin_index",
         cost_us=None,
     ),
-    batches=Unknown(says="No report on batches on NPU was found."),
-    training=Yes(says="diffusers supports training on it.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
+    batches=Unknown(says="No reports about batches on NPU were found."),
+    training=Yes(says="Supported by diffusers.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
     fused_attention=Yes(
-        says="Fused from the 910B on, without a mask or with a boolean mask; otherwise all scores are held.",
+        says="Attention is fused on the 910B and later, without a mask or with a boolean mask; otherwise the full "
+        "score matrix is materialized.",
         source="https://gitcode.com/Ascend/op-plugin/blob/master/op_plugin/ops/opapi/"
         "ScaledDotProductAttentionKernelNpuOpApi.cpp",
         evidence="documented",
     ),
     memory=MemoryTerms(
-        says="60.97 GiB are usable on a 910B, slightly more than the nominal 64 GB.",
+        says="60.97 GiB is usable on a 910B, slightly more than the nominal 64 GB.",
         source="https://github.com/vllm-project/vllm-ascend/issues/1127",
         evidence="hardware",
     ),
@@ -160,7 +169,7 @@ SHEET = Sheet(
             source="https://github.com/vllm-project/vllm-omni/issues/4911",
             evidence="hardware",
             effect="error",
-            hint="index the real and the imaginary part separately",
+            hint="index the real and imaginary parts separately",
             operations=("index",),
             dtypes=("complex64", "complex128"),
         ),
@@ -179,7 +188,7 @@ SHEET = Sheet(
         Quirk(
             name="float32_convolutions_in_hf32",
             information_only=True,
-            says="Convolutions run in HF32, a reduced-precision float32, unless allow_hf32 is off.",
+            says="Convolutions run in HF32, a reduced-precision float32, unless allow_hf32 is disabled.",
             source=_ASCEND + "Pytorch/700/apiref/apilist/ptaoplist_000238.html",
             evidence="documented",
             effect="narrowed",
@@ -196,7 +205,7 @@ SHEET = Sheet(
         ),
     ),
     compiler=Compiler(
-        says="TorchAir's backend object, or Inductor from torch_npu 2.7.1-26.0.0 on.",
+        says="torch.compile uses TorchAir's backend object or, since torch_npu 2.7.1-26.0.0, Inductor.",
         source=_TORCH_NPU + "/blob/v2.7.1-26.0.0/docs/zh/environment_variable_reference/TORCHINDUCTOR_NPU_BACKEND.md",
         evidence="documented",
         backend="inductor",
@@ -206,7 +215,7 @@ SHEET = Sheet(
         cache_default="$HOME/atc_data",
     ),
     distributed=Distributed(
-        says="accelerate uses hccl.",
+        says="accelerate uses the hccl backend.",
         source=ACCELERATE_SOURCE + "state.py",
         evidence="documented",
         backend="hccl",
@@ -217,7 +226,7 @@ SHEET = Sheet(
             name="ACL_OP_COMPILER_CACHE_DIR",
             value="",
             when="by_user",
-            says="The directory of compiled operators in eager mode.",
+            says="Directory of the operators that eager mode compiles.",
             source="https://hiascend.com/document/detail/zh/Pytorch/600/apiref/Envvariables/Envir_026.html",
             evidence="documented",
         ),
@@ -244,7 +253,14 @@ SHEET = Sheet(
     aliases=("ascend",),
     product_pattern=r"(ascend-?)?\d{3}[a-z]?",
     products=(
-        _ascend("910c", "Ascend 910C (one die, Atlas 800I A3)", 64 * GB, 16, _SGLANG),
+        _ascend(
+            "910c",
+            "Ascend 910C (one die, Atlas 800I A3)",
+            64 * GB,
+            16,
+            _SGLANG,
+            says="Memory per torch device; each 910C card has two dies, and torch counts each die as a device.",
+        ),
         _ascend("910b", "Ascend 910B (Atlas 800I A2)", 64 * GB, 8, _SGLANG),
         _ascend("910b-32gb", "Ascend 910B 32 GB", 32 * GB, None, "https://github.com/linkedin/Liger-Kernel/pull/1035"),
         _ascend(

@@ -24,7 +24,8 @@ _XPU = TORCH_SOURCE + "torch/xpu/__init__.py"
 _WITHOUT_FP64 = ("arc-a770", "iris-xe")
 _BUFFER_ON_IGPU = "https://github.com/intel/compute-runtime/issues/890"
 _MIB = 2**20
-_AS_SEEN = "As the device reports it; torch counts each tile of a Max as a device."
+_AS_SEEN = "Memory size as reported by the device."
+_TILE = "Memory size as reported by the device; torch counts each tile of a Max as a device."
 _SHARED = "Shares memory with the CPU."
 
 
@@ -53,8 +54,8 @@ SHEET = Sheet(
     preference=60,
     dtypes=Dtypes(
         float64=DtypeLimit(
-            says="Arc A (Alchemist) and Iris Xe have no float64: 'Required aspect fp64 is not supported on the "
-            "device'; Arc B and Max have it.",
+            says="Arc A (Alchemist) and Iris Xe do not support float64 ('Required aspect fp64 is not supported on "
+            "the device'); Arc B and Max do.",
             source=_OPS + "1742",
             evidence="hardware",
             effect="error",
@@ -63,11 +64,15 @@ SHEET = Sheet(
             only_on=_WITHOUT_FP64,
             contradicted_by=PYTORCH + "149953",
         ),
-        int64=Yes(says="All device listings found report 64-bit atomics.", source=_OPS + "3663", evidence="hardware"),
+        int64=Yes(
+            says="Every device listing we found reports 64-bit atomics.", source=_OPS + "3663", evidence="hardware"
+        ),
         float32=Yes(says="Supported by every kernel.", source=_GET_STARTED, evidence="documented"),
-        float16=Yes(says="All device listings found report has_fp16=1.", source=_OPS + "3663", evidence="hardware"),
+        float16=Yes(
+            says="Every device listing we found reports has_fp16=1.", source=_OPS + "3663", evidence="hardware"
+        ),
         bfloat16=Yes(
-            says="torch reports it as supported; emulated on hardware without it.",
+            says="torch reports it as supported; it is emulated on hardware without native support.",
             source=_XPU,
             evidence="documented",
         ),
@@ -86,14 +91,17 @@ SHEET = Sheet(
             only_on=_WITHOUT_FP64,
         ),
         float8_e4m3fn=Yes(
-            says="Storage and casts work: diffusers' layerwise casting tests pass; for arithmetic, see the operations.",
+            says="Storage and casts work (diffusers' layerwise casting tests pass); for arithmetic, see the "
+            "operations.",
             source="https://github.com/huggingface/diffusers/pull/11406",
             evidence="hardware",
         ),
-        float8_e5m2=Unknown(says="No report on e5m2 was found; further fp8 operations are in progress."),
+        float8_e5m2=Unknown(
+            says="No reports about float8_e5m2 were found; support for further fp8 operations is in progress."
+        ),
     ),
     default_dtypes=DtypeOrder(
-        says="bfloat16 has the range of float32; float16 attention gave NaN with several drivers.",
+        says="bfloat16 has the range of float32; float16 attention produced NaN with several drivers.",
         source=_OPS + "1730",
         evidence="hardware",
         order=("bfloat16", "float16", "float32"),
@@ -103,20 +111,20 @@ SHEET = Sheet(
         source=TORCH_SOURCE + "torch/xpu/random.py",
         evidence="documented",
     ),
-    data_dependent_shapes=Unknown(says="No report on nonzero and masks on XPU was found."),
-    new_shapes=Unknown(says="No report on the cost of a new shape in eager mode was found."),
+    data_dependent_shapes=Unknown(says="No reports about nonzero or boolean masks on XPU were found."),
+    new_shapes=Unknown(says="No reports about the cost of a new shape in eager mode were found."),
     host_round_trip=RoundTrip(
-        says="Drains the queue, as on CUDA; no figure was found.",
+        says="Drains the queue, as on CUDA; no timing was found.",
         source=SCHEDULER_SYNC,
         evidence="inferred",
         effect="slow",
         hint="keep the scheduler's timesteps on the CPU and call set_begin_index",
         cost_us=None,
     ),
-    batches=Unknown(says="No report on batches on XPU was found."),
-    training=Yes(says="diffusers supports training on it.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
+    batches=Unknown(says="No reports about batches on XPU were found."),
+    training=Yes(says="Supported by diffusers.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
     fused_attention=Yes(
-        says="torch uses oneDNN's fused attention since 2.7, for head dimensions up to 256.",
+        says="torch has used oneDNN's fused attention since 2.7, for head dimensions up to 256.",
         source="https://github.com/pytorch/pytorch/pull/147614",
         evidence="documented",
     ),
@@ -124,14 +132,14 @@ SHEET = Sheet(
         Quantization(
             name="gguf-q4",
             bits=4.5,
-            says="GGUF weights, dequantized with plain torch operations at use.",
+            says="GGUF weights, dequantized on the fly with plain torch operations.",
             source="https://github.com/huggingface/diffusers/pull/11404",
             evidence="hardware",
         ),
         Quantization(
             name="bitsandbytes-nf4",
             bits=4.13,
-            says="4-bit weights.",
+            says="4-bit NF4 weights.",
             source=DIFFUSERS_SOURCE + "quantizers/bitsandbytes/bnb_quantizer.py",
             evidence="documented",
         ),
@@ -157,7 +165,7 @@ SHEET = Sheet(
             source=_OPS + "1939",
             evidence="hardware",
             effect="error",
-            hint="store weights in it and cast them to compute",
+            hint="store the weights in float8 and cast them for computation",
             operations=("add", "mul", "eq", "ne", "gt", "lt", "where"),
             dtypes=("float8_e4m3fn",),
         ),
@@ -166,7 +174,7 @@ SHEET = Sheet(
         Quirk(
             name="complex_products_need_onemkl",
             information_only=True,
-            says="In a build without oneMKL: 'Complex datatype matmul is not supported in oneDNN'.",
+            says="Builds without oneMKL raise 'Complex datatype matmul is not supported in oneDNN'.",
             source="https://github.com/intel/torch-xpu-ops/pull/2786",
             evidence="hardware",
             effect="error",
@@ -179,23 +187,24 @@ SHEET = Sheet(
             source=_OPS + "1150",
             evidence="hardware",
             effect="error",
-            hint="compute it on the CPU",
+            hint="run these operations on the CPU",
             only_on=_WITHOUT_FP64,
         ),
         Quirk(
             name="large_pictures_corrupt",
             information_only=True,
-            says="Stable Cascade gave corrupt images on Arc A after smaller models had been fixed.",
+            says="Stable Cascade produced corrupt images on Arc A even after the problem had been fixed for smaller "
+            "models.",
             source=_IPEX + "529",
             evidence="hardware",
             effect="wrong",
-            hint="compare one image with the CPU",
+            hint="compare one image with the same image generated on the CPU",
             only_on=("arc-a770",),
         ),
         Quirk(
             name="float16_nan",
             information_only=True,
-            says="SDXL in float16 gave only NaN on one B580.",
+            says="SDXL in float16 produced only NaN on one B580.",
             source=COMFYUI + "14743",
             evidence="hardware",
             effect="wrong",
@@ -205,11 +214,11 @@ SHEET = Sheet(
         Quirk(
             name="first_picture_slow",
             information_only=True,
-            says="The first image after each change of prompt took 7 to 8 times as long (A750).",
+            says="The first image after each prompt change took 7 to 8 times as long (A750).",
             source=COMFYUI + "9039",
             evidence="hardware",
             effect="slow",
-            hint="warm up; SYCL_CACHE_PERSISTENT=1 caches kernels on disk",
+            hint="warm up the pipeline; SYCL_CACHE_PERSISTENT=1 caches kernels on disk",
         ),
     ),
     compiler=Compiler(
@@ -223,7 +232,10 @@ SHEET = Sheet(
         cache_default="torchinductor_$USER in the temporary directory",
     ),
     distributed=Distributed(
-        says="xccl, built in from torch 2.8 on.", source=TORCH_DISTRIBUTED, evidence="documented", backend="xccl"
+        says="xccl has been built into torch since 2.8.",
+        source=TORCH_DISTRIBUTED,
+        evidence="documented",
+        backend="xccl",
     ),
     variables=(
         Variable(
@@ -238,7 +250,7 @@ SHEET = Sheet(
             name="PYTORCH_ENABLE_XPU_FALLBACK",
             value="",
             when="by_user",
-            says="1 runs operations that XPU does not implement on the CPU.",
+            says="1 enables a CPU fallback for operations that XPU does not implement.",
             source=_OPS + "2254",
             evidence="hardware",
         ),
@@ -266,7 +278,7 @@ SHEET = Sheet(
     aliases=("arc",),
     product_pattern=r"(arc|max|flex|iris)-",
     products=(
-        _product("max-1550", "Data Center GPU Max 1550 (one tile)", 65520 * _MIB, _AS_SEEN, _OPS + "3888", "Max 1550"),
+        _product("max-1550", "Data Center GPU Max 1550 (one tile)", 65520 * _MIB, _TILE, _OPS + "3888", "Max 1550"),
         _product("arc-pro-b60", "Arc Pro B60", 24480 * _MIB, _AS_SEEN, _OPS + "5258", r"\bB60\b"),
         _product("arc-pro-b70", "Arc Pro B70", 32 * GB, "Nominal memory size.", PYTORCH + "179891", r"\bB70\b", False),
         _product("arc-b580", "Arc B580", 12216 * _MIB, _AS_SEEN, _OPS + "3663", r"\bB580\b"),

@@ -285,5 +285,5 @@ class _ChunkRun:
     def _report_float32(self, name: str, where: str) -> None:
         report = self.placement.report
         names = (*(report.float32_models.value if report.float32_models else ()), name)
-        reason = f"{name} produced NaN or Inf in {self.placement.plan.dtype.value} ({where}), not in float32"
+        reason = f"{name} produced NaN or Inf in {self.placement.plan.dtype.value} ({where}), but not in float32"
         report.float32_models = Decision(names, reason)

@@ -173,7 +173,8 @@ def plan_weights(pipe: Any, placement: Placement) -> Decision[MemoryRule]:
             hint=f"omit memory, or use memory='{'phase' if unified else 'component'}'",
         )
     if requested:
-        reason = f"requested; weights {readable(total)} of {readable(capacity)}"
+        why = "sharded weights stay on the device" if is_sharded else f"memory={requested!r} was requested"
+        reason = f"{why}; the weights need {readable(total)} of the {readable(capacity)} available"
         return Decision(MemoryRule(requested), reason)  # type: ignore[arg-type]
     return choose_residence(weights, capacity, list_pipeline_residences(pipe, placement))
 
@@ -195,7 +196,7 @@ def plan_call(pipe: Any, placement: Placement, request: CallRequest, rules: list
         decision, forecast = make_forecast(measure, request.images, capacity, rules)
     except Exception as error:  # noqa: BLE001 - pipelines run arbitrary code; a call that cannot be traced is just run
         _LOG.debug("anyaccel: cannot trace %s: %r", type(pipe).__name__, error)
-        return CallPlan(Decision(default.value, f"{default.reason}; memory of this call cannot be predicted"))
+        return CallPlan(Decision(default.value, f"{default.reason}; the memory use of this call cannot be predicted"))
     if decision.value is None:
         raise make_does_not_fit_error(pipe, placement, request, decision.reason, rules, capacity)
     return CallPlan(Decision(decision.value, decision.reason), forecast)

@@ -65,7 +65,9 @@ def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, run
     message = ""
     start = rules.index(chosen.decision.value) if chosen.decision.value in rules else 0
     for attempt, rule in enumerate(rules[start:]):
-        decision = chosen.decision if attempt == 0 else Decision(rule, f"out of memory with a faster rule: {message}")
+        decision = (
+            chosen.decision if attempt == 0 else Decision(rule, f"a faster memory mode ran out of memory: {message}")
+        )
         try:
             apply_rule(pipe, placement, decision, chosen if attempt == 0 else None)
             chunks = split_request(request, _images_per_call(placement, rule), first=done)
@@ -90,9 +92,9 @@ def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, run
         if placement.residence != "resident":
             placement.residence = None  # the interrupted call left some models on the device
         free_memory(placement)
-        _LOG.warning("anyaccel: out of memory with %s at %s; trying the next rule", rule, shape_of(request))
+        _LOG.warning("anyaccel: out of memory with %s at %s; trying the next memory mode", rule, shape_of(request))
     _restore(pipe, placement, before)
-    raise make_does_not_fit_error(pipe, placement, request, f"out of memory with every rule: {message}")
+    raise make_does_not_fit_error(pipe, placement, request, f"every memory mode ran out of memory: {message}")
 
 
 def _check_weights(pipe: Any, placement: Placement) -> None:
@@ -141,7 +143,7 @@ def _choose_rule(pipe: Any, placement: Placement, request: CallRequest, rules: l
         load_outcome(_outcome_key(pipe, placement, request), find_capacity(pipe, placement)) if has_outcome() else None
     )
     if outcome in rules:
-        chosen = CallPlan(Decision(outcome, "faster rules ran out of memory for this shape earlier"))
+        chosen = CallPlan(Decision(outcome, "faster memory modes ran out of memory for this shape earlier"))
     else:
         chosen = plan_call(pipe, placement, request, rules)
     placement.call_plans[shape] = chosen

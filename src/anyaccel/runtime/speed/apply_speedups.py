@@ -111,8 +111,8 @@ def _skip_steps(pipe: Any, placement: Placement) -> Iterator[None]:
         for model in find_denoisers(pipe, placement).values():
             set_override(model, Slot.STEP_SKIPPING, functools.partial(_run_or_reuse, id(model)))
         yield
-    text = f"{skipper.run} runs, {skipper.reused} outputs reused" if skipper.reused else "every step was run"
-    placement.report.step_skipping = Decision(text, "the last call")
+    text = f"{skipper.run} denoiser runs, {skipper.reused} outputs reused" if skipper.reused else "every step ran"
+    placement.report.step_skipping = Decision(text, "in the last call")
 
 
 def _run_or_reuse(model_id: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -162,7 +162,7 @@ def _compile(pipe: Any, placement: Placement, speed: SpeedState) -> None:
     if speed.compiled or not is_worth_compiling(policy, seconds_per_image, speed.images, expected_images):
         return
     if is_sliced:  # graphs contain the attention of the plan, not the slices that this size needs
-        reason = "not at this size: attention is sliced to fit into memory"
+        reason = "not compiled at this size: attention is sliced to fit into memory"
         placement.report.not_compiled = Decision(tuple(find_denoisers(pipe, placement)), reason)
         return
     speed.compiled, placement.report.not_compiled = True, None
@@ -205,7 +205,7 @@ def _has_memory_for_capture(placement: Placement) -> bool:
         return True
     peak, capacity = readable(forecast.recorded_peak_bytes), readable(forecast.capacity_bytes)
     placement.report.capture = Decision(
-        False, f"not at this size: captured graphs would need {peak}, the device has {capacity}"
+        False, f"captured graphs would need {peak} at this size, but only {capacity} is available"
     )
     return False
 

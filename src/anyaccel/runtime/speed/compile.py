@@ -57,7 +57,7 @@ def compile_components(
     report = placement.report
     names = tuple(dict.fromkeys((*(report.compiled_models.value if report.compiled_models else ()), *selected)))
     cached = f", cached in {placement.cache_dir}" if placement.cache_dir else ""
-    report.compiled_models = Decision(names, f"requested: {rule}{cached}")
+    report.compiled_models = Decision(names, f"compilation was requested: {rule}{cached}")
 
 
 def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
@@ -227,5 +227,5 @@ def record_shape(placement: Placement, request: CallRequest) -> None:
             size,
             "; ".join(sizes),
         )
-    reason = "the device compiles one graph per size" if rule.static else "sizes run with compiled models"
+    reason = "the device compiles one graph per size" if rule.static else "sizes that ran with compiled models"
     report.compiled_sizes = Decision((*sizes, size), reason)

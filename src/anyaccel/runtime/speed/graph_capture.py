@@ -109,9 +109,9 @@ class GraphCapture:
         if torch.is_grad_enabled() or is_autocast_enabled() or module is None:
             return ""
         if self._custom_code:
-            return f"it contains {self._custom_code}, and a replay does not run Python code"
+            return f"the model contains {self._custom_code}, and a replay does not run Python code"
         if self._hooks is not None and self._hooks.any():
-            return "layers have hooks"
+            return "some layers have hooks"
         if module.training:
             return "the model is in training mode"
         if count_dispatch_modes() or _has_foreign_modes():
@@ -178,7 +178,7 @@ class GraphCapture:
         elif not _are_same(leaves, tree_flatten((args, kwargs))[0]):
             shape.failure = "the model modifies its arguments"
         # A large share of launch time means that replaying will help.
-        timing = f"launching takes {1e3 * (launched - start):.1f} of {1e3 * (done - start):.1f} ms"
+        timing = f"kernel launches take {1e3 * (launched - start):.1f} of {1e3 * (done - start):.1f} ms"
         self.status = shape.failure or timing
         return output
 
