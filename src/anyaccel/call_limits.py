@@ -78,7 +78,7 @@ def check_steps(value: Any, *, hint: str = "for example num_inference_steps=20")
     """Return the number of denoising steps as an integer; raise if it is invalid."""
     steps = to_integer(value)
     if steps is None or steps < 1:
-        raise UsageError(f"the number of steps must be an integer of at least 1, not {value!r:.60}", hint=hint)
+        raise UsageError(f"the number of steps must be a positive integer, not {value!r:.60}", hint=hint)
     return steps
 
 

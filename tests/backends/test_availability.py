@@ -64,7 +64,7 @@ def test_old_macos_is_available_with_a_recommendation() -> None:
             "requires torch >=1.13, not 1.12.1",
             "pip install --upgrade torch",
         ),
-        (MAC, "its software is installed but finds no device", "https://docs.pytorch.org"),
+        (MAC, "the required software is installed but finds no device", "https://docs.pytorch.org"),
     ],
 )
 def test_reason_why_mps_is_unavailable(machine: Machine, reason: str, hint: str) -> None:
@@ -93,7 +93,8 @@ def test_error_of_failing_software_is_quoted() -> None:
     machine = replace(LINUX, modules=frozenset({"torch_npu"}))
     device = check("npu", machine, "ImportError: libhccl.so: cannot open shared object file")
     assert (
-        device.reason == "its software is installed but fails: ImportError: libhccl.so: cannot open shared object file"
+        device.reason
+        == "the required software is installed but fails: ImportError: libhccl.so: cannot open shared object file"
     )
     assert not device.available
 

@@ -65,31 +65,35 @@ def test_valid_strings(device: object, expected: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("text", "message", "hint"),
     [
-        ("", "'' is not a valid device: it has no name", "cuda, hpu:3"),
-        (":0", "':0' is not a valid device: it has no name", "virtual:neuron,count=2"),
-        ("gpu!", "'gpu!' is not a name", "cuda, hpu:3"),
-        ("cuda 0", "'cuda 0' is not a name", "cuda, hpu:3"),
-        ("cuda:", "'' is neither an index nor a memory size", "cuda, hpu:3"),
-        ("cuda:x", "'x' is neither an index nor a memory size", "cuda, hpu:3"),
-        ("cuda:-1", "'-1' is neither an index nor a memory size", "cuda, hpu:3"),
-        ("cuda:0:1", "'0:1' is neither an index nor a memory size", "cuda, hpu:3"),
-        ("cuda:9999999999", "'9999999999' is not an index", "did you mean cuda:9999999999GiB?"),
-        ("cuda:24.5", "'24.5' is not an index", "did you mean cuda:24.5GiB?"),
-        ("gaudi2:16GiB", "gaudi2 is a product with a fixed memory size", "hpu:16GiB"),
-        ("cuda,strict", "only a virtual device has options", "use virtual:cuda,strict"),
-        ("virtual:", "it has no name", "virtual:neuron,count=2"),
-        ("virtual:mps:16GiB", "the memory of a virtual device is an option", "use virtual:mps,memory=16GiB"),
+        ("", "'' is not a valid device: the name is missing", "cuda, hpu:3"),
+        (":0", "':0' is not a valid device: the name is missing", "virtual:neuron,count=2"),
+        ("gpu!", "'gpu!' is not a valid name", "cuda, hpu:3"),
+        ("cuda 0", "'cuda 0' is not a valid name", "cuda, hpu:3"),
+        ("cuda:", "'' is neither a device index nor a memory size", "cuda, hpu:3"),
+        ("cuda:x", "'x' is neither a device index nor a memory size", "cuda, hpu:3"),
+        ("cuda:-1", "'-1' is neither a device index nor a memory size", "cuda, hpu:3"),
+        ("cuda:0:1", "'0:1' is neither a device index nor a memory size", "cuda, hpu:3"),
+        ("cuda:9999999999", "'9999999999' is not a valid device index", "did you mean cuda:9999999999GiB?"),
+        ("cuda:24.5", "'24.5' is not a valid device index", "did you mean cuda:24.5GiB?"),
+        ("gaudi2:16GiB", "gaudi2 has a fixed memory size", "hpu:16GiB"),
+        ("cuda,strict", "only virtual devices accept options", "use virtual:cuda,strict"),
+        ("virtual:", "the name is missing", "virtual:neuron,count=2"),
+        (
+            "virtual:mps:16GiB",
+            "the memory size of a virtual device must be passed as an option",
+            "use virtual:mps,memory=16GiB",
+        ),
         ("virtual:mps,", "unknown option ''", "options: count=N, memory=SIZE, strict"),
         ("virtual:mps,strit", "unknown option 'strit'", "options: count=N, memory=SIZE, strict"),
         ("virtual:mps,count", "unknown option 'count'", "count=N"),
         ("virtual:mps,strict=1", "unknown option 'strict=1'", "strict"),
         ("virtual:mps,strict,strict", "duplicate option strict", "cuda, hpu:3"),
         ("virtual:mps,memory=1GiB,memory=2GiB", "duplicate option memory", "cuda, hpu:3"),
-        ("virtual:gaudi2,memory=1GiB", "gaudi2 is a product with a fixed memory size", "cuda, hpu:3"),
+        ("virtual:gaudi2,memory=1GiB", "gaudi2 has a fixed memory size", "cuda, hpu:3"),
         ("virtual:mps,memory=lots", "'lots' is not a valid memory size", "16GiB"),
-        ("virtual:mps,count=0", "must be from 1 to 999, not 0", "count=2"),
-        ("virtual:mps,count=-1", "must be from 1 to 999, not -1", "count=2"),
-        ("virtual:neuron:2,count=2", "index 2, but the device count is 2", "neuron:1"),
+        ("virtual:mps,count=0", "must be between 1 and 999, not 0", "count=2"),
+        ("virtual:mps,count=-1", "must be between 1 and 999, not -1", "count=2"),
+        ("virtual:neuron:2,count=2", "index 2 is out of range, the device count is 2", "neuron:1"),
         ("nueron", "unknown device 'nueron'", "did you mean neuron?"),
         ("virtual:nueron", "unknown device 'nueron'", "did you mean neuron?"),
         ("trainum", "unknown device 'trainum'", "did you mean trainium?"),
@@ -180,9 +184,9 @@ def test_errors_name_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_specs_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="cpu:16GiB has a memory size, which cannot be used to open a device"):
+    with pytest.raises(UsageError, match="cpu:16GiB includes a memory size, which is not supported here"):
         anyaccel.open_device("cpu:16GiB")
-    with pytest.raises(DeviceUnavailableError, match="virtual:hpu was not started in this process"):
+    with pytest.raises(DeviceUnavailableError, match="virtual:hpu has not been started in this process"):
         anyaccel.open_device("virtual:hpu")
     assert not anyaccel.is_available("virtual:hpu")
     opened = anyaccel.open_device("cpu")

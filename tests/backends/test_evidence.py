@@ -79,7 +79,7 @@ def test_modified_file_raises() -> None:
     ("old", "new", "message"),
     [
         ("{", "", "is not a valid evidence file"),
-        ('"format": 1', '"format": 99', "has the format version 99, but this version of anyaccel reads 1"),
+        ('"format": 1', '"format": 99', "has format version 99, but this version of anyaccel supports only version 1"),
         ('"device": ', '"devise": ', "is not a valid evidence file"),
         ('"agrees"', '"holds"', "unknown verdict holds"),
     ],
@@ -92,7 +92,7 @@ def test_invalid_file_raises(old: str, new: str, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"virtual": True}, "is from a virtual device"), ({"signed_off_by": ""}, "is not signed off")],
+    [({"virtual": True}, "comes from a virtual device"), ({"signed_off_by": ""}, "is not signed off")],
 )
 def test_virtual_and_unsigned_files_raise(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     (tmp_path / "good.json").write_text(make().to_json())

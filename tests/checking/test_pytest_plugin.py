@@ -123,5 +123,5 @@ def test_the_output_of_a_dead_second_pytest_is_shown(tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text(OWN_LEDGERS)
     done = run_pytest_forked(str(tmp_path / "test_own.py"), "-k", "test_clean", "-s")
     assert done.returncode == 4, done.stdout
-    assert "ended with status 5" in done.stderr
+    assert "exited with status 5" in done.stderr
     assert "the licence has expired" in done.stderr

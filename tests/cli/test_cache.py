@@ -80,7 +80,7 @@ def test_import_fails_if_no_entry_can_be_used(own_cache: Path, monkeypatch: pyte
     with tarfile.open(invalid, "w:gz") as archive:
         member = tarfile.TarInfo("a" * 32 + ".compiled")
         archive.addfile(member, io.BytesIO(b""))
-    with pytest.raises(UsageError, match=r"no entry of .* could be imported"):
+    with pytest.raises(UsageError, match=r"no entry in .* could be imported"):
         call("cache", "import", str(invalid))
     (own_cache / "file").write_text("")
     monkeypatch.setenv("ANYACCEL_CACHE", str(own_cache / "file"))
@@ -108,7 +108,7 @@ def test_prune_reports_foreign_files_and_all_includes_compiler_caches(own_cache:
 
 def test_export_to_a_folder_is_rejected(own_cache: Path) -> None:
     save_payload({**KEY, **find_versions()}, b"graphs", 23.0)
-    with pytest.raises(UsageError, match="is a folder\nhint: give a file name"):
+    with pytest.raises(UsageError, match="is a folder\nhint: pass a file name"):
         call("cache", "export", str(own_cache))
 
 

@@ -119,7 +119,7 @@ def test_invalid_device_index_is_reported_with_its_line(run_cli_forked: RunCli, 
     script.write_text('import torch\ntorch.zeros(2, device="cuda:1")\n')
     done = run_cli_forked("run", "--device", "virtual:xpu", str(script))
     assert done.returncode == 1
-    assert f"{script}:2: zeros uses cuda:1, which does not exist: the first device is xpu:0" in done.stderr
+    assert f"{script}:2: zeros uses cuda:1, which does not exist; the first device is xpu:0" in done.stderr
 
 
 def test_script_runs_on_the_cpu(run_cli_forked: RunCli, tmp_path: Path) -> None:

@@ -98,11 +98,11 @@ def test_plain_diffusers_runs_with_the_variable_and_writes_a_ledger(tmp_path: Pa
             "neuron,strit",
             "(from ANYACCEL_VIRTUAL): unknown option 'strit'; hint: options: count=N",
         ),
-        ("neuron:", "'' is neither an index nor a memory size"),
-        ("neuron,count=0", "must be from 1 to 999"),
-        ("neuron:2", "use ANYACCEL_VIRTUAL=neuron,count=2; elsewhere, use virtual:neuron,count=2"),
+        ("neuron:", "'' is neither a device index nor a memory size"),
+        ("neuron,count=0", "must be between 1 and 999"),
+        ("neuron:2", "use ANYACCEL_VIRTUAL=neuron,count=2; as a device argument, use virtual:neuron,count=2"),
         ("neuron:2", "and neuron:1 for the last one"),
-        ("neuron:0", "contains a device index"),
+        ("neuron:0", "includes a device index"),
         ("hpu,memory=lots", "'lots' is not a valid memory size"),
         ("cuda", "cuda has no virtual device; hint: use one of"),
         ("mps,strict,strict", "duplicate option strict"),
@@ -125,7 +125,7 @@ def test_malformed_variable_prints_one_line(value: str, message: str) -> None:
 def test_unwritable_ledger_path_fails_at_startup(path: str) -> None:
     done = fork_program("import torch; print('not reached')", ANYACCEL_VIRTUAL="neuron", ANYACCEL_VIRTUAL_LEDGER=path)
     assert done.returncode == 2
-    assert f"ANYACCEL_VIRTUAL_LEDGER={path!r} cannot be written" in done.stderr
+    assert f"ANYACCEL_VIRTUAL_LEDGER={path!r} is not writable" in done.stderr
     assert done.stdout == ""
 
 

@@ -106,7 +106,9 @@ def test_artifact_of_another_version_is_rejected(cache: Path) -> None:
     for artifact in cache.glob("*.json"):
         content = json.loads(artifact.read_text())
         artifact.write_text(json.dumps(content | {"compiler": "0"}))
-    with pytest.raises(Exception, match=r"was compiled with version 0 of the compiler; this is version 1") as caught:
+    with pytest.raises(
+        Exception, match=r"was compiled with compiler version 0, but the current version is 1"
+    ) as caught:
         run_forked("neuron", compile_two_shapes("neuron"))
     assert str(cache) in str(caught.value)
     assert VirtualDeviceError.__name__ in str(caught.value) or isinstance(caught.value, VirtualDeviceError)

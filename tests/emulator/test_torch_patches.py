@@ -85,7 +85,7 @@ def test_missing_attribute_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_attribute_outside_the_table_is_rejected() -> None:
     before = torch.zeros
-    with pytest.raises(UpstreamError, match=r"torch.zeros is not in the table"):
+    with pytest.raises(UpstreamError, match=r"torch.zeros has no entry in PATCHES"):
         apply_patch("torch.zeros", make_replacement, "test")
     assert torch.zeros is before
 

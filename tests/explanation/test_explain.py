@@ -143,7 +143,7 @@ def test_invalid_folders_raise(tmp_path: Path) -> None:
     config.unlink()
     expect_error(f"requires unet, but {folder / 'unet'} has no config.json")
     index.write_text(json.dumps({**json.loads(index.read_text()), "unet": [1, 2]}))
-    expect_error("has no class for unet")
+    expect_error("has an invalid entry for unet")
     index.write_text("{}")
     expect_error("has no _class_name")
     expect_error("is a file", index)
@@ -207,12 +207,12 @@ def test_an_unavailable_device_becomes_its_smallest_product() -> None:
     [
         (SD, {"device": "gaudi9"}, UnknownDeviceError, "gaudi1"),
         (SD, {"device": "tpu:16GiB"}, UnknownDeviceError, "unknown device 'tpu'"),
-        (SD, {"device": "cuda:lots"}, UsageError, "neither an index nor a memory size"),
+        (SD, {"device": "cuda:lots"}, UsageError, "neither a device index nor a memory size"),
         (SD, {"device": "h200", "batch": 0}, UsageError, "the batch size must be an integer"),
         (SD, {"device": "mps:64"}, UnknownDeviceError, "did you mean mps:64GiB?"),
         (SD, {"device": "cuda:80"}, UnknownDeviceError, "did you mean cuda:80GiB?"),
         (SD, {"device": "cuda:24.5"}, UsageError, "did you mean cuda:24.5GiB?"),
-        (SD, {"device": "gaudi2:16GiB"}, UsageError, "gaudi2 is a product(.|\n)*hpu:16GiB"),
+        (SD, {"device": "gaudi2:16GiB"}, UsageError, "gaudi2 has a fixed memory size(.|\n)*hpu:16GiB"),
         (SD, {"device": "gaudi2:16"}, UsageError, "hpu:16GiB"),
         (SD, {"device": "virtual:hpu"}, UsageError, "--device hpu"),
         (SD, {"device": "h200", "width": 0}, UsageError, "pixels"),

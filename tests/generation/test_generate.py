@@ -184,8 +184,8 @@ def test_virtual_device_generates_the_same_image(result: Result, model: str, dev
         ({"prompt": []}, "the prompt must be a string", "a red apple"),
         ({"prompt": "half \udc80"}, "the prompt is not valid Unicode", "UTF-8"),
         ({"negative_prompt": ["a", "b"]}, "negative_prompt must be one string", "blurry"),
-        ({"num_images_per_prompt": 0}, "images per prompt must be an integer of at least 1", "-n 1"),
-        ({"num_inference_steps": 0}, "an integer of at least 1", "num_inference_steps=20"),
+        ({"num_images_per_prompt": 0}, "images per prompt must be a positive integer", "-n 1"),
+        ({"num_inference_steps": 0}, "a positive integer", "num_inference_steps=20"),
         ({"seed": -1}, "a seed must be an integer", "seed=7"),
         ({"seed": 2**64}, "a seed must be an integer", "seed=7"),
         ({"seed": [1, 2]}, "got 2 seeds for 1 image", "one seed per image"),
@@ -193,10 +193,14 @@ def test_virtual_device_generates_the_same_image(result: Result, model: str, dev
         ({"height": 0}, "height must be an integer from 1 to 16384 pixels, not 0", "height=512"),
         ({"width": 16.0}, "width must be an integer from 1 to 16384 pixels, not 16.0", "width=512"),
         ({"height": 1}, "height must be a multiple of 2 for this model, not 1", "use 2"),
-        ({"num_inference_step": 3}, "accepts no argument num_inference_step", "did you mean num_inference_steps?"),
+        (
+            {"num_inference_step": 3},
+            "does not accept the argument num_inference_step",
+            "did you mean num_inference_steps?",
+        ),
         ({"generator": None}, "generator is not supported here", "seed="),
         ({"output_type": "np"}, "output_type is not supported here", "PIL"),
-        ({"dtype": "int8"}, "a floating-point type", "float32"),
+        ({"dtype": "int8"}, "a floating-point dtype", "float32"),
         ({"dtype": "floot"}, "unknown dtype 'floot'", "did you mean float"),
         ({"device": "nueron"}, "unknown device 'nueron'", "did you mean neuron?"),
         ({"revision": "main"}, "has no revisions", "omit the revision"),
@@ -215,7 +219,7 @@ def test_invalid_arguments_are_rejected(model: str, arguments: dict[str, Any], m
         (
             "latent-consistency",
             {"negative_prompt": "x"},
-            "LatentConsistencyModelPipeline accepts no argument negative_prompt",
+            "LatentConsistencyModelPipeline does not accept the argument negative_prompt",
         ),
         ("ddpm", {}, "DDPMPipeline does not accept a prompt"),
         ("model-scope", {}, "TextToVideoSDPipeline generates frames, not images"),
@@ -234,7 +238,7 @@ def test_pipeline_without_a_module_is_accepted() -> None:
     exec("class Pipeline:\n    def __call__(self, prompt, width=64): ...", names)
     pipe = names["Pipeline"]()
     check_image_call(pipe, {"width": 64})
-    with pytest.raises(UsageError, match="Pipeline accepts no argument height"):
+    with pytest.raises(UsageError, match="Pipeline does not accept the argument height"):
         check_image_call(pipe, {"height": 64})
 
 

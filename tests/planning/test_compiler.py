@@ -64,7 +64,7 @@ def test_first_mode_is_the_default_unless_requested_or_set_in_the_environment() 
 
 
 def test_unknown_mode_raises() -> None:
-    with pytest.raises(UsageError, match="has no mode 'graph'") as caught:
+    with pytest.raises(UsageError, match="does not support mode='graph'") as caught:
         choose_mode(without_limits(modes=MODES), PlacementOptions(mode="graph"), {})
     assert "eager, lazy" in caught.value.hint
     with pytest.raises(UsageError, match="has only the mode 'eager', not 'lazy'"):

@@ -110,11 +110,11 @@ def _find_problem(sheet: Sheet, machine: Machine, reported: tuple[str, ...] | st
         return f"{reasons}{_format_hardware(sheet, machine)}", hints
     # A vendor package that is installed but broken, for example for another torch version.
     if isinstance(reported, str):
-        return f"its software is installed but fails: {reported}", f"see {sheet.documentation}"
+        return f"the required software is installed but fails: {reported}", f"see {sheet.documentation}"
     # The requirements are met, so the usual cause is a visibility variable or a driver problem.
     if not reported:
         hidden = f"check that {sheet.visible_devices} does not hide it; " if sheet.visible_devices else ""
-        reason = f"its software is installed but finds no device{_format_hardware(sheet, machine)}"
+        reason = f"the required software is installed but finds no device{_format_hardware(sheet, machine)}"
         return reason, f"{hidden}see {sheet.documentation}"
     return None
 

@@ -176,12 +176,12 @@ class Quirk(Limit):
         # Catches misspelled names when the sheet is defined: code that reacts to a quirk compares names.
         if self.name in KNOWN_QUIRKS and self.information_only:
             raise UsageError(
-                f"the quirk {self.name!r} is not information only: code reacts to it",
+                f"the quirk {self.name!r} cannot be information_only: code depends on it",
                 hint="remove information_only=True",
             )
         if self.name not in KNOWN_QUIRKS and not self.information_only:
             hint = f"{nearest(self.name, sorted(KNOWN_QUIRKS))}; or set information_only=True"
-            raise UsageError(f"no code reacts to the quirk {self.name!r}", hint=hint)
+            raise UsageError(f"no code handles the quirk {self.name!r}", hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -172,12 +172,12 @@ def _list_indices(spec: DeviceSpec) -> Sequence[int]:
     name = spec.name
     if spec.virtual and name not in _VIRTUAL:
         raise DeviceUnavailableError(
-            f"{spec} was not started in this process{spec.given_by}",
+            f"{spec} has not been started in this process{spec.given_by}",
             hint=f'use `with anyaccel.virtual("{name}"):`, or set {VIRTUAL_VARIABLE}={name} before the program starts',
         )
     if spec.memory is not None and not spec.virtual:
         raise UsageError(
-            f"{spec} has a memory size, which cannot be used to open a device{spec.given_by}",
+            f"{spec} includes a memory size, which is not supported here{spec.given_by}",
             hint=f"use {name}",
         )
     count = _count(name)
@@ -186,13 +186,16 @@ def _list_indices(spec: DeviceSpec) -> Sequence[int]:
         raise DeviceUnavailableError(f"{name} is not available{spec.given_by}: {device.reason}", hint=device.hint)
     if spec.index is not None and spec.index >= count:
         raise DeviceUnavailableError(
-            f"{name}:{spec.index} is not available{spec.given_by}: this process has {count}, counted from 0",
+            f"{name}:{spec.index} is not available{spec.given_by}: this process has {count} {name} "
+            f"device{'s' * (count != 1)}, indices start at 0",
             hint=f"use {name}:{count - 1} or lower",
         )
     indices = _filter_by_product(spec, count)
     if not indices:
         plain = DeviceSpec(name=name, index=spec.index)
-        raise DeviceUnavailableError(f"{plain} is not a {spec.product}{spec.given_by}", hint=f"use {plain}")
+        raise DeviceUnavailableError(
+            f"{plain} does not match the product {spec.product}{spec.given_by}", hint=f"use {plain}"
+        )
     return indices
 
 

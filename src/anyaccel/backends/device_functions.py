@@ -73,7 +73,9 @@ def randn(
     opened = open_device(device)
     requested = torch.get_default_dtype() if dtype is None else dtype_of(dtype_name(dtype))
     if not requested.is_floating_point:
-        raise UsageError(f"noise needs a floating-point dtype, not {requested}", hint="for example float32 or bfloat16")
+        raise UsageError(
+            f"noise requires a floating-point dtype, not {requested}", hint="for example float32 or bfloat16"
+        )
     adjusted, target = dtype_of(opened.sheet.adjusted_dtype(dtype_name(requested))), opened.torch_device
     source = target if opened.sheet.rng_on_device else torch.device("cpu")
     if generator is None or isinstance(generator, torch.Generator):
@@ -147,20 +149,23 @@ def _check_shape(shape: Sequence[int]) -> tuple[int, ...]:
     is_list = isinstance(shape, Sequence) and not isinstance(shape, str)
     valid = is_list and all(isinstance(n, SupportsIndex) and not isinstance(n, bool) and index(n) >= 0 for n in shape)
     if not valid:
-        raise UsageError(f"a shape must be a list of non-negative integers, not {shape!r}", hint="try (1, 4, 64, 64)")
+        raise UsageError(
+            f"a shape must be a list of non-negative integers, not {shape!r}", hint="for example (1, 4, 64, 64)"
+        )
     return tuple(index(length) for length in shape)
 
 
 def _check_generators(size: tuple[int, ...], generators: Sequence[torch.Generator]) -> None:
     if not isinstance(generators, Sequence) or any(not hasattr(entry, "manual_seed") for entry in generators):
         raise UsageError(
-            f"{generators!r} is neither a generator nor a list of them", hint="use torch.Generator().manual_seed(7)"
+            f"generator must be a torch.Generator or a list of them, not {generators!r}",
+            hint="use torch.Generator().manual_seed(7)",
         )
     # As in diffusers' randn_tensor, the first dimension is the batch.
     if not size or len(generators) != size[0]:
         raise UsageError(
-            f"got {len(generators)} generators for the shape {size}",
-            hint="pass one generator, or a list with one per image of the batch",
+            f"got {len(generators)} generators for shape {size}",
+            hint="pass a single generator, or a list with one generator per image",
         )
 
 

@@ -21,7 +21,7 @@ _INDEX = re.compile(r"[0-9]{1,9}")
 _COUNT = re.compile(r"[0-9]{1,3}")
 _NUMBER = re.compile(r"[0-9]*\.?[0-9]+")
 _OPTIONS = {"count": "count=N", "memory": "memory=SIZE", "strict": "strict"}
-_FORMS = "use auto, a name, name:index, name:memory or virtual:name[,count=N][,memory=SIZE][,strict]"
+_FORMS = "use auto, NAME, NAME:INDEX, NAME:MEMORY or virtual:NAME[,count=N][,memory=SIZE][,strict]"
 _EXAMPLES = "cuda, hpu:3, mps:16GiB, virtual:neuron,count=2"
 
 
@@ -57,7 +57,7 @@ class DeviceSpec:
         head, *options = (text[len(VIRTUAL_PREFIX) :] if virtual else text).split(",")
         word, colon, suffix = head.partition(":")
         if _WORD.fullmatch(word.lower()) is None:
-            raise _invalid(text, given_by, "it has no name" if not word else f"{word!r} is not a name")
+            raise _invalid(text, given_by, "the name is missing" if not word else f"{word!r} is not a valid name")
         # Names, aliases and products share one namespace, which tests keep free of duplicates.
         name, product = registry.find_name(word.lower(), given_by)
         spec = cls(name=name, product=product, virtual=virtual, given_by=given_by)
@@ -86,7 +86,7 @@ class DeviceSpec:
         """Return the device name; raise if the spec has more than a name, for callers that support only a name."""
         if self != DeviceSpec(name=self.name, virtual=self.virtual):
             raise UsageError(
-                f"{self} is more than a device name{self.given_by}",
+                f"expected a device name without an index, memory size or options, not {self}{self.given_by}",
                 hint=f"use {DeviceSpec(name=self.name, virtual=self.virtual)}",
             )
         return self.name
@@ -96,7 +96,7 @@ class DeviceSpec:
         count = self.count or 1
         if self.index is not None and self.index >= count:
             raise UsageError(
-                f"{self} has the index {self.index}, but the device count is {count}{self.given_by}",
+                f"{self}: device index {self.index} is out of range, the device count is {count}{self.given_by}",
                 hint=self.count_hint(),
             )
         return count
@@ -121,34 +121,36 @@ def _read_suffix(spec: DeviceSpec, suffix: str, text: str) -> DeviceSpec:
         return replace(spec, index=int(suffix))
     word = spec.product or spec.name
     if _NUMBER.fullmatch(suffix):  # mps:1.5, or an index that is too long
-        raise _invalid(text, spec.given_by, f"{suffix!r} is not an index", f"did you mean {spec.name}:{suffix}GiB?")
+        raise _invalid(
+            text, spec.given_by, f"{suffix!r} is not a valid device index", f"did you mean {spec.name}:{suffix}GiB?"
+        )
     # Only validated here. The spec stores the text, so it prints like the input.
     try:
         parse_size(suffix)
     except UsageError:
-        reason = f"{suffix!r} is neither an index nor a memory size"
+        reason = f"{suffix!r} is neither a device index nor a memory size"
         raise _invalid(text, spec.given_by, reason) from None
     if spec.product is not None:
         raise UsageError(
-            f"{word} is a product with a fixed memory size{spec.given_by}",
+            f"{word} has a fixed memory size{spec.given_by}",
             hint=f"use {word}, or {spec.name}:{suffix} for a device with that much memory",
         )
     if spec.virtual:
         hint = f"use {VIRTUAL_PREFIX}{word},memory={suffix}"
-        raise _invalid(text, spec.given_by, "the memory of a virtual device is an option", hint)
+        raise _invalid(text, spec.given_by, "the memory size of a virtual device must be passed as an option", hint)
     return replace(spec, memory=suffix)
 
 
 def _read_options(spec: DeviceSpec, options: list[str], text: str, registry: Registry) -> DeviceSpec:
     """Return the spec with the options after the commas."""
     if not spec.virtual:
-        raise _invalid(text, spec.given_by, "only a virtual device has options", f"use {VIRTUAL_PREFIX}{text}")
+        raise _invalid(text, spec.given_by, "only virtual devices accept options", f"use {VIRTUAL_PREFIX}{text}")
     seen: set[str] = set()
     for option in options:
         key, equals, value = option.strip().partition("=")
         key = key.lower()
         if key not in _OPTIONS or bool(equals) != ("=" in _OPTIONS[key]):
-            hint = f"options: {', '.join(_OPTIONS.values())}"
+            hint = f"supported options: {', '.join(_OPTIONS.values())}"
             raise _invalid(text, spec.given_by, f"unknown option {option!r}", hint)
         if key in seen:
             raise _invalid(text, spec.given_by, f"duplicate option {key}")
@@ -168,7 +170,7 @@ def _read_options(spec: DeviceSpec, options: list[str], text: str, registry: Reg
 def _read_count(value: str, spec: DeviceSpec) -> int:
     if _COUNT.fullmatch(value) is None or int(value) < 1:
         raise UsageError(
-            f"the count of virtual devices must be from 1 to 999, not {value}{spec.given_by}",
+            f"the number of virtual devices must be between 1 and 999, not {value}{spec.given_by}",
             hint=f"use {VIRTUAL_PREFIX}{spec.name},count=2",
         )
     return int(value)
@@ -177,7 +179,7 @@ def _read_count(value: str, spec: DeviceSpec) -> int:
 def _read_memory(spec: DeviceSpec, value: str, text: str, registry: Registry) -> DeviceSpec:
     """Return the spec with a memory size, or with a product, which sets both memory and limits."""
     if spec.product is not None:
-        raise _invalid(text, spec.given_by, f"{spec.product} is a product with a fixed memory size")
+        raise _invalid(text, spec.given_by, f"{spec.product} has a fixed memory size")
     # memory=gaudi2 also applies the limits of that product, unlike memory=96GB.
     if value.lower() in registry.list_products(spec.name):
         return replace(spec, product=value.lower())
@@ -188,5 +190,5 @@ def _read_memory(spec: DeviceSpec, value: str, text: str, registry: Registry) ->
 def _invalid(text: str, given_by: str, reason: str, hint: str = "") -> UsageError:
     return UsageError(
         f"{text!r} is not a valid device{given_by}: {reason}",
-        hint=hint or f"{_FORMS}: {_EXAMPLES}",
+        hint=hint or f"{_FORMS}; for example {_EXAMPLES}",
     )

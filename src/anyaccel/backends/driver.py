@@ -167,7 +167,7 @@ class Driver:
         """Return the model wrapped to run as a captured device graph, for sheets with a capturing mode."""
         raise NotMeasurableError(
             f"{self.sheet.title} ({self.sheet.name}) does not support device graphs",
-            hint="use another mode, such as eager",
+            hint="use a different mode, for example eager",
         )
 
     def recorder(self, index: int) -> Recorder | None:
@@ -202,8 +202,8 @@ class Driver:
             return shared
         raise NotMeasurableError(
             f"{self.sheet.title} ({self.sheet.name}) does not report this value: "
-            f"neither torch.{self.sheet.torch_name} nor torch.accelerator of torch {torch.__version__} has {name}",
-            hint="update torch: torch.accelerator has memory statistics from 2.9 on",
+            f"neither torch.{self.sheet.torch_name} nor torch.accelerator in torch {torch.__version__} provides {name}",
+            hint="upgrade to torch 2.9 or later, which adds memory statistics to torch.accelerator",
         )
 
 

@@ -33,7 +33,7 @@ FORMAT = 1
 # The directory of the files in the repository.
 FOLDER = "src/anyaccel/backends/verified"
 _PACKAGED = Path(__file__).parent / "verified"
-_WRITE_AGAIN = "write a new one with anyaccel devices NAME --verify"
+_WRITE_AGAIN = "write a new one with `anyaccel devices NAME --verify`"
 
 # The result compared with the sheet; `new` if the sheet has no answer.
 Verdict: TypeAlias = Literal["agrees", "contradicts", "new", "not tried"]
@@ -146,7 +146,8 @@ def read_verification(text: str, name: str) -> Verification:
         ) from error
     if verification is None:
         raise AnyaccelError(
-            f"{name} has the format version {version}, but this version of anyaccel reads {FORMAT}", hint=_WRITE_AGAIN
+            f"{name} has format version {version}, but this version of anyaccel supports only version {FORMAT}",
+            hint=_WRITE_AGAIN,
         )
     # Protects against accidental edits. It is not a signature.
     if verification.digest != digest:
@@ -181,13 +182,13 @@ def load_verifications(folder: Path = _PACKAGED) -> Mapping[str, Verification]:
         verification = read_verification(path.read_text(encoding="utf-8"), name)
         if verification.virtual or verification.device_name.startswith("virtual"):
             raise AnyaccelError(
-                f"{name} is from a virtual device and says nothing about hardware",
-                hint="remove it; only a run on the real device is evidence",
+                f"{name} comes from a virtual device and is not evidence about the hardware",
+                hint="remove it, and run `anyaccel devices NAME --verify` on the real device",
             )
         if not verification.signed_off_by:
             raise AnyaccelError(
                 f"{name} is not signed off",
-                hint="write it again with --signed-off-by and the name of a person to contact",
+                hint="create it again with --signed-off-by NAME, the person to contact",
             )
         verifications[name] = verification
     return verifications

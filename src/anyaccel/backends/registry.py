@@ -106,7 +106,7 @@ class Registry:
         for plugin in self.broken:
             if plugin.name == name:
                 raise PluginError(
-                    f"the backend {name!r} of {plugin.origin} failed to load: {plugin.error}",
+                    f"the backend {name!r} from {plugin.origin} failed to load: {plugin.error}",
                     hint=f"update or uninstall {plugin.origin}",
                 )
         raise UnknownDeviceError(f"unknown device {name!r}{origin}", hint=self._suggest(name))

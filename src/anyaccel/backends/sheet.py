@@ -299,7 +299,7 @@ class Sheet:
                 return product
         names = [product.name for product in self.products]
         raise UnknownProductError(
-            f"unknown product {name!r} of {self.title} ({self.name})", hint=nearest(str(name), names)
+            f"unknown product {name!r} for {self.title} ({self.name})", hint=nearest(str(name), names)
         )
 
     def claims(self) -> Iterator[tuple[str, Claim | Unknown]]:

@@ -83,7 +83,8 @@ def run_together(
     unknown = [name for case in cases for name in case.variants if name not in VARIANTS]
     if unknown or rounds < 1 or not all(case.variants for case in cases):
         raise UsageError(
-            f"unknown variants {unknown}, no variants, or fewer than 1 round", hint=f"variants: {', '.join(VARIANTS)}"
+            f"each case requires known variants, and rounds must be at least 1 (unknown variants: {unknown or 'none'})",
+            hint=f"known variants: {', '.join(VARIANTS)}",
         )
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="anyaccel-bench-")))
@@ -187,7 +188,7 @@ def measure_file_psnr(path: Path, reference: Path) -> float | None:
     not_finite = [file.stem for file, values in pairs if not numpy.isfinite(values).all()]
     if not_finite:
         subject, verb = ("images", "contain") if len(not_finite) > 1 else ("image", "contains")
-        raise NotMeasurableError(f"the {subject} of {' and '.join(not_finite)} {verb} NaN or Inf", hint="try float32")
+        raise NotMeasurableError(f"the {subject} of {' and '.join(not_finite)} {verb} NaN or Inf", hint="use float32")
     if image.shape != expected.shape:
         return 0.0
     psnr = measure_psnr(image, expected)

@@ -24,7 +24,7 @@ def read_baseline(path: str) -> Counter[FindingKey]:
         return Counter(_make_key(name, entry) for name, device in devices.items() for entry in device["violations"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{path} is not a report of an earlier check: {error}",
+            f"{path} is not a report from an earlier check: {error}",
             hint=f"create one with `anyaccel check … --json > {path}`",
         ) from error
 

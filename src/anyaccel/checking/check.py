@@ -36,7 +36,7 @@ def check(
     arguments are passed to the pipeline call.
     """
     if plain and compile:
-        raise UsageError("plain and compile cannot be combined: only anyaccel compiles", hint="use one of the two")
+        raise UsageError("plain and compile cannot be combined: only anyaccel compiles", hint="omit one of them")
     # Before the fork or the new process, so that a misspelled name fails immediately.
     devices = find_devices(device)
     # Virtual devices need forks of a single-threaded process.

@@ -48,7 +48,7 @@ def check_in_fresh_process(task: CheckTask) -> Report:
         content = pickle.dumps(task)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UsageError(
-            f"the pipeline cannot be pickled for the check process: {error}",
+            f"cannot pickle the pipeline for the check process: {error}",
             hint="pass a function that creates it: check('package.module:make', …)",
         ) from error
     # The task and the report go through a file, because the pipe to the worker carries JSON lines.

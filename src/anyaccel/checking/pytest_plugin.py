@@ -6,7 +6,7 @@
         accelerator.ledger.assert_clean("error")
 
     pytest --accelerator hpu        run any suite, without changes, with a virtual Gaudi in the process
-    pytest --accelerator-real       run the marked tests on the real devices of this machine, and skip the others
+    pytest --accelerator-real       run the marked tests on the real devices on this machine, and skip the others
 
 A process can have only one virtual accelerator. Marked tests run in forks of a second pytest process, which collects
 the same tests but runs none of them itself. A fork of the first process could deadlock on torch's threads:
@@ -63,7 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--accelerator", metavar="NAME", help="run the whole suite with this virtual accelerator")
     group.addoption("--accelerator-strict", action="store_true", help="raise an error where the real device would")
     group.addoption("--accelerator-real", action="store_true", help="run the marked tests on real devices")
-    group.addoption("--accelerator-second", action="store_true", help="internal: the process that runs marked tests")
+    group.addoption("--accelerator-second", action="store_true", help="internal: run the marked tests in this process")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -72,7 +72,9 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     name = early_config.known_args_namespace.accelerator
     if name:
         if early_config.known_args_namespace.accelerator_real:
-            raise pytest.UsageError("--accelerator and --accelerator-real cannot be combined: --accelerator is virtual")
+            raise pytest.UsageError(
+                "--accelerator and --accelerator-real cannot be combined: --accelerator selects a virtual device"
+            )
         _check_device(name)
         # diffusers.utils.testing_utils and suites modeled on it read this variable.
         os.environ.setdefault("DIFFUSERS_TEST_DEVICE", name)
@@ -126,7 +128,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _check_marker(marker: pytest.Mark, nodeid: str, *, real: bool) -> None:
     if not marker.args:
-        raise pytest.UsageError(f'{nodeid}: the marker needs a device: @pytest.mark.accelerator("mps")')
+        raise pytest.UsageError(f'{nodeid}: the marker requires a device name: @pytest.mark.accelerator("mps")')
     unknown = set(marker.kwargs) - {"strict", "count", "memory"}
     if unknown:
         raise pytest.UsageError(
@@ -246,7 +248,7 @@ class _SecondPytest(JsonLineWorker):
         except EOFError:
             status = self.close()
             raise pytest.UsageError(
-                f"the second pytest process ended with status {status} before it ran {nodeid}; "
+                f"the second pytest process exited with status {status} before it ran {nodeid}; "
                 "check `OMP_NUM_THREADS=1 pytest --collect-only`. Its last output:\n" + self.stderr[-_MAX_OUTPUT:]
             ) from None
         return answer

@@ -30,7 +30,7 @@ __all__ = ["CheckMode", "OnReport", "run_on_cpu", "run_on_device", "run_on_devic
 
 _TIMEOUT_S = 3600.0
 _PACKAGE = Path(__file__).parents[1]
-_UNLISTED_LIMIT = "a limit that is not on the device sheet of this version"
+_UNLISTED_LIMIT = "this limit is not in the device sheet of this anyaccel version"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +92,11 @@ def _run_reference(recipe: Recipe) -> Any:
     try:
         return run(recipe, recipe.make())
     except AnyaccelError as error:
-        raise UsageError(f"the pipeline fails on the CPU: {error.message}", hint="fix this first") from error
+        raise UsageError(f"the pipeline fails on the CPU: {error.message}", hint="fix this error first") from error
     except Exception as error:
-        raise UsageError(f"{recipe.name} fails on the CPU: {describe_failure(error)}", hint="fix this first") from error
+        raise UsageError(
+            f"{recipe.name} fails on the CPU: {describe_failure(error)}", hint="fix this error first"
+        ) from error
 
 
 def run_on_device(

@@ -78,13 +78,15 @@ def _from_factory(text: str, module: str, function: str) -> CheckTarget:
                 f"{text} cannot be imported: {error}", hint="check the module path and the function name"
             ) from error
         except (Exception, SystemExit) as error:
-            raise UsageError(f"importing {module} fails: {describe_failure(error)}", hint="fix this first") from error
+            raise UsageError(
+                f"importing {module} fails: {describe_failure(error)}", hint="fix this error first"
+            ) from error
         try:
             result = make()
         except (Exception, SystemExit) as error:
             raise UsageError(
                 f"{text} fails: {describe_failure(error)}",
-                hint="it must take no arguments and return a pipeline",
+                hint="the function must take no arguments and return a pipeline",
             ) from error
     # The function may also return `(pipe, arguments)`.
     pipe, call = result if isinstance(result, tuple) and len(result) == 2 else (result, None)

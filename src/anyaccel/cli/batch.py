@@ -34,7 +34,8 @@ RowsPerCall = Annotated[
         "--rows-per-call",
         min=1,
         max=256,
-        help="Maximum number of rows of the same shape per pipeline call. Default: chosen for the device.",
+        help="Maximum number of rows per pipeline call; only rows with the same size and settings are combined. "
+        "Default: chosen for the device.",
     ),
 ]
 

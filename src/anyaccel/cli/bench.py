@@ -26,11 +26,14 @@ Models = Annotated[
     typer.Argument(metavar="MODEL", help="Hub ids, folders or `embedded`. Default: the embedded model."),
 ]
 Against = Annotated[
-    str, typer.Option("--against", help="Baseline: stock (eager and compiled), eager (eager only) or nothing.")
+    str,
+    typer.Option(
+        "--against", help="Baseline to compare with: stock (eager and compiled), eager (eager only) or nothing."
+    ),
 ]
 Images = Annotated[
     int,
-    typer.Option("--images", help="Number of images to plan for (expected_images); decides whether anyaccel compiles."),
+    typer.Option("--images", help="Expected number of images (expected_images); decides whether anyaccel compiles."),
 ]
 
 
@@ -44,9 +47,9 @@ def bench_models(
     images: Images = 1000,
     rounds: Annotated[int, typer.Option("--rounds", help="Number of timed images per variant.")] = 5,
     fast: Annotated[bool, typer.Option("--fast", help='Also measure anyaccel with speed="fast".')] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with plans and profiles.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, including plans and profiles.")] = False,
 ) -> None:
-    """Compare the speed of anyaccel with stock diffusers.
+    """Benchmark anyaccel against stock diffusers.
 
     Generates the same image with stock diffusers, compiled stock diffusers and anyaccel in turn, each in its own
     process. Warm-up images, which include compilation, are excluded from the medians. The exit status is 1 if an

@@ -15,7 +15,7 @@ __all__ = ["cache_app", "check_cache_writable"]
 
 cache_app = typer.Typer(
     no_args_is_help=True,
-    help="Manage the compile cache.\n\nSet ANYACCEL_CACHE to change its folder. Default: ~/.cache/anyaccel.",
+    help="Manage the compile cache.\n\nThe cache folder is ~/.cache/anyaccel. Set ANYACCEL_CACHE to change it.",
 )
 
 
@@ -79,11 +79,11 @@ def export_cache(
     from anyaccel.runtime.speed.compile_cache import export_entries, list_entries
 
     if file.is_dir():
-        raise UsageError(f"{file} is a folder", hint=f"give a file name, for example {file / 'graphs.tar.gz'}")
+        raise UsageError(f"{file} is a folder", hint=f"pass a file name, for example {file / 'graphs.tar.gz'}")
     entries = [entry for entry in list_entries() if not entry.fault]
     if not entries:
         raise UsageError(
-            "the cache is empty, there is nothing to export", hint="fill it with `anyaccel warm MODEL --size 512x512`"
+            "nothing to export: the cache is empty", hint="fill it with `anyaccel warm MODEL --size 512x512`"
         )
     if not file.parent.is_dir():
         raise UsageError(f"the folder {file.parent} does not exist", hint=f"mkdir -p {file.parent}")
@@ -101,7 +101,7 @@ def import_cache(
     from anyaccel.runtime.speed.compile_cache import find_entries_dir, import_entries
 
     if not file.is_file():
-        raise UsageError(f"the file {file} does not exist", hint="give a file written by `anyaccel cache export`")
+        raise UsageError(f"the file {file} does not exist", hint="pass a file written by `anyaccel cache export`")
     check_cache_writable(find_entries_dir())
     # A bad entry does not stop the import: the others are usable on their own.
     imported, existing, rejected = import_entries(file)
@@ -109,7 +109,7 @@ def import_cache(
         print(f"skipped: {reason}")
     if not imported and not existing:
         raise UsageError(
-            f"no entry of {file} could be imported", hint="export the file again with `anyaccel cache export`"
+            f"no entry in {file} could be imported", hint="export the file again with `anyaccel cache export`"
         )
     print(f"imported {_count_entries(imported)}{f', {existing} already cached' if existing else ''}")
 
@@ -137,13 +137,13 @@ def prune_cache(
         bool, typer.Option("--all", help="Remove all entries and the compilers' own caches.")
     ] = False,
 ) -> None:
-    """Remove damaged entries and entries of other package versions."""
+    """Remove corrupted entries and entries from other package versions."""
     from anyaccel.runtime.speed.compile_cache import prune_entries, remove_graphs
     from anyaccel.runtime.speed.compile_cache_key import find_versions
     from anyaccel.units import readable
 
     if older is not None and not older >= 0:  # `older < 0` would accept NaN
-        raise UsageError(f"--older must be at least 0 days, not {older:g}", hint="--older 30")
+        raise UsageError(f"--older must be at least 0 days, not {older:g}", hint="for example --older 30")
     removed, freed_bytes, foreign = (
         prune_entries() if everything else prune_entries(older_than_days=older, versions=find_versions())
     )

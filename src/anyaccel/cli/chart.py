@@ -41,13 +41,15 @@ def show_chart(
     ] = None,
     markdown: Annotated[
         Path | None,
-        typer.Option("--markdown", metavar="PATH", help="Also write a Markdown page, with badges next to it."),
+        typer.Option("--markdown", metavar="PATH", help="Also write a Markdown page, and badge images next to it."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     checkpoint: Annotated[
         Path | None,
         typer.Option(
-            "--keep", metavar="FILE", help="Save each finished pipeline to this file, and resume from it if it exists."
+            "--keep",
+            metavar="FILE",
+            help="Save the result of each finished pipeline to this file, and resume from it if it exists.",
         ),
     ] = None,
     jobs: Annotated[
@@ -56,8 +58,8 @@ def show_chart(
 ) -> None:
     """Run every tiny pipeline on every virtual device.
 
-    Each pipeline runs twice: in plain diffusers and placed by anyaccel. A full run takes about 15 minutes. The exit
-    status is 1 if a placed pipeline fails for an unknown reason.
+    Each pipeline runs twice: with stock diffusers and with anyaccel. A full run takes about 15 minutes. The exit
+    status is 1 if a pipeline fails with anyaccel and the failure is not a known one.
     """
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs must be at least 1, not {jobs}", hint="for example --jobs 2")
@@ -129,8 +131,8 @@ def _read_checkpoint(
     # A chart has one list of versions and devices, so rows of other versions cannot be added to it.
     if saved.environment.get("versions") != environment["versions"] or saved.devices != tuple(devices):
         raise UsageError(
-            f"{checkpoint} was saved with other package versions or devices",
-            hint="delete it, or give another file to --keep",
+            f"{checkpoint} was saved with different package versions or devices",
+            hint="delete it, or pass a different file to --keep",
         )
     return saved.rows, saved.seconds
 
@@ -144,7 +146,7 @@ def _lock_checkpoint(checkpoint: Path | None) -> AbstractContextManager[object]:
     return lock_file(
         checkpoint.with_name(f".{checkpoint.name}.lock"),
         f"another chart is being saved to {checkpoint}",
-        "wait until it finishes, or give another file to --keep",
+        "wait until it finishes, or pass a different file to --keep",
     )
 
 

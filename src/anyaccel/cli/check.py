@@ -34,10 +34,10 @@ Devices = Annotated[
     list[str] | None,
     typer.Option("--device", "-d", help="Virtual device to check on; repeat for several. Default: all."),
 ]
-AllDevices = Annotated[
-    bool, typer.Option("--all", help="Check on every device that has a virtual version (the default).")
+AllDevices = Annotated[bool, typer.Option("--all", help="Check on every virtual device (the default).")]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Raise an error at the first operation that the real device would reject.")
 ]
-Strict = Annotated[bool, typer.Option("--strict", help="Raise at the first operation that the real device rejects.")]
 CheckSteps = Annotated[
     int | None, typer.Option("--steps", help="Number of denoising steps. Default: set by the recipe, otherwise 2.")
 ]
@@ -53,16 +53,20 @@ Compiled = Annotated[bool, typer.Option("--compile", help="Compile the models an
 Baseline = Annotated[
     str | None,
     typer.Option(
-        "--baseline", metavar="FILE", help="Earlier --json output: report only new failures. Default: report all."
+        "--baseline",
+        metavar="FILE",
+        help="Output of an earlier run with --json; report only new failures. Default: report all.",
     ),
 ]
 OnHardware = Annotated[
     bool,
-    typer.Option("--real", help="Run the model with its weights on a device of this machine and compare with the CPU."),
+    typer.Option(
+        "--real", help="Run the model and its weights on a real device on this machine, and compare with the CPU."
+    ),
 ]
 HardwareDtype = Annotated[
     str | None,
-    typer.Option("--dtype", help="With --real: dtype on the device. Default: the preferred dtype of the device."),
+    typer.Option("--dtype", help="With --real: dtype on the device. Default: the device's preferred dtype."),
 ]
 
 
@@ -71,7 +75,7 @@ def check_pipeline(
     device: Devices = None,
     all_devices: AllDevices = False,
     strict: Strict = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Check plain diffusers, without anyaccel.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Check stock diffusers, without anyaccel.")] = False,
     steps: CheckSteps = None,
     size: CheckSize = None,
     compiled: Compiled = False,
@@ -84,9 +88,9 @@ def check_pipeline(
 ) -> None:
     """Check whether a pipeline is portable to other devices.
 
-    Runs the pipeline on virtual devices, compares the image with the CPU, and lists the source lines to fix. Virtual
-    devices enforce documented limits; they do not replace a test on hardware. --real checks a device of this machine
-    instead, per component and per step. The exit status is 1 if the pipeline fails on a device.
+    Runs the pipeline on virtual devices, compares the image with the CPU result, and lists the source lines to fix.
+    Virtual devices enforce documented limits; they do not replace a test on hardware. --real checks a real device on
+    this machine instead, per component and per step. The exit status is 1 if the pipeline fails on a device.
     """
     # Options of the virtual check are rejected with --real; ignoring them would suggest that they took effect.
     if real:
@@ -147,7 +151,7 @@ def _check_hardware(
 ) -> None:
     conflict = next((name for name, value in others.items() if value), None)
     if conflict or len(devices) > 1:
-        raise UsageError(f"--real cannot be combined with {conflict or 'several devices'}", hint="omit one of the two")
+        raise UsageError(f"--real cannot be combined with {conflict or 'several devices'}", hint="omit one of them")
     from anyaccel.checking.on_hardware import check_on_hardware, describe_hardware_report
 
     report = check_on_hardware(target, devices[0], dtype=dtype, on_message=Display().print_line, **call)

@@ -24,21 +24,22 @@ __all__ = ["show_devices"]
 
 def show_devices(
     name: Annotated[
-        str | None, typer.Argument(help="Print the capability sheet of this device: mps, hpu, rocm, …")
+        str | None, typer.Argument(help="Print the capability sheet of this device, for example mps, hpu or rocm.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     report: Annotated[bool, typer.Option("--report", help="Print a summary of this machine for a bug report.")] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Check the sheet of NAME on the device and write an evidence file.")
+        bool,
+        typer.Option("--verify", help="Verify the capability sheet against the device and write an evidence file."),
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="With --verify: write the evidence to this file."),
+        typer.Option("--output", "-o", metavar="FILE", help="With --verify: evidence file to write."),
     ] = None,
     signed_off_by: Annotated[
         str,
         typer.Option(
-            "--signed-off-by", metavar="NAME", help="With --verify: name of the person who signs off the evidence."
+            "--signed-off-by", metavar="NAME", help="With --verify: name of the person who signs off on the evidence."
         ),
     ] = "",
     pipelines: Annotated[
@@ -50,14 +51,14 @@ def show_devices(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="With --verify: overwrite an existing file.")] = False,
 ) -> None:
-    """List the devices of this machine, or print the capability sheet of one.
+    """List the devices on this machine, or print the capability sheet of one.
 
     Devices that are not available are listed with the reason.
 
     With --verify, the exit status is 1 if the device contradicts its sheet or a pipeline produces a wrong image.
     """
     if report and (name or as_json):
-        raise UsageError("--report cannot be combined with NAME or --json", hint="anyaccel devices --report")
+        raise UsageError("--report cannot be combined with NAME or --json", hint="use `anyaccel devices --report`")
     if verify:
         from anyaccel.cli.verify import VerifyOptions, verify_device
 
@@ -67,7 +68,7 @@ def show_devices(
     elif output or signed_off_by or pipelines != "few" or quick or jobs is not None or force:
         raise UsageError(
             "--output, --signed-off-by, --pipelines, --quick, --jobs and --force require --verify",
-            hint="anyaccel devices NAME --verify",
+            hint="use `anyaccel devices NAME --verify`",
         )
     elif name is not None:
         device_sheet, device = sheet(name), find_device(name)

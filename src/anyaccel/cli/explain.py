@@ -22,11 +22,13 @@ __all__ = ["explain_model"]
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder or `embedded`.")]
 DeviceOrProduct = Annotated[
     str,
-    typer.Option("--device", "-d", help="Device or product, optionally with its memory: cuda, gaudi2, mps:16GiB."),
+    typer.Option("--device", "-d", help="Device or product, optionally with a memory size: cuda, gaudi2, mps:16GiB."),
 ]
 SmallestDtype = Annotated[
     str | None,
-    typer.Option("--smallest-dtype", help="dtype to fall back to if nothing else fits. Default: no fallback."),
+    typer.Option(
+        "--smallest-dtype", help="Smaller dtype to fall back to if the model does not fit. Default: no fallback."
+    ),
 ]
 Memory = Annotated[
     str | None,
@@ -35,7 +37,8 @@ Memory = Annotated[
 Parallel = Annotated[
     str | None,
     typer.Option(
-        "--parallel", help="Split over several devices: auto, tensor:2, context:4 or cfg. Default: one device."
+        "--parallel",
+        help="How to split the model across devices: auto, tensor:2, context:4 or cfg. Default: one device.",
     ),
 ]
 Revision = Annotated[
@@ -61,7 +64,7 @@ def explain_model(
     downloaded. The exit status is 1 if the model does not fit.
     """
     width, height = (None, None) if size is None else parse_image_size(size)
-    check_batch(batch, hint="--batch 1")
+    check_batch(batch, hint="for example --batch 1")
     display = Display()
     display.start_phase(f"Explaining {model}")
     try:

@@ -17,7 +17,9 @@ _OPTION = "--device"
 
 def run_program(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Python script written for CUDA.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Arguments of the script.")] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Arguments for the script.")
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(_OPTION, help="Device that replaces 'cuda': auto, mps, hpu:3, virtual:neuron. Default: auto."),
@@ -26,7 +28,7 @@ def run_program(
         bool, typer.Option("--verbose", "-v", help="List the mapped CUDA calls with their line numbers.")
     ] = False,
 ) -> None:
-    """Run a CUDA script unmodified on a device of this machine.
+    """Run an unmodified CUDA script on any device on this machine.
 
     --device may also follow the arguments of the script. If the script has its own --device option, put anyaccel's
     --device before the script, or put the script's --device after --.
@@ -54,5 +56,7 @@ def split_device(arguments: list[str]) -> tuple[str | None, list[str]]:
         else:
             others.append(argument)
     if device == "":
-        raise UsageError(f"{_OPTION} requires a device", hint=f"anyaccel run SCRIPT.py {_OPTION} virtual:neuron")
+        raise UsageError(
+            f"{_OPTION} requires a device", hint=f"for example: anyaccel run SCRIPT.py {_OPTION} virtual:neuron"
+        )
     return device, others + after_separator

@@ -33,7 +33,7 @@ Replicas = Annotated[
     typer.Option(
         "--replicas",
         metavar="N|auto",
-        help="With --ray: replicas per kind of device; auto scales with the load. Default: one per device.",
+        help="With --ray: number of replicas per device type; auto scales with the load. Default: one per device.",
     ),
 ]
 Sizes = Annotated[
@@ -44,7 +44,7 @@ Sizes = Annotated[
 
 def _parse_data_folder(text: str) -> Path:
     if not text:  # for example --data "$UNSET"; Path("") is the current folder
-        raise typer.BadParameter("the value is empty; give a folder or omit the option")
+        raise typer.BadParameter("the value is empty; pass a folder or omit the option")
     return Path(text)
 
 
@@ -67,12 +67,10 @@ ApiKeys = Annotated[
     list[str] | None,
     typer.Option("--api-key", help=f"API key to accept; repeat for several, or set {_KEYS} (comma-separated)."),
 ]
-NoKey = Annotated[bool, typer.Option("--no-key", help="Accept requests without a key, also from other machines.")]
-MaxBatch = Annotated[
-    int, typer.Option("--max-batch", min=1, max=256, help="Maximum number of images computed together.")
-]
+NoKey = Annotated[bool, typer.Option("--no-key", help="Accept requests without an API key, even from other machines.")]
+MaxBatch = Annotated[int, typer.Option("--max-batch", min=1, max=256, help="Maximum number of images per batch.")]
 MaxQueue = Annotated[
-    int, typer.Option("--max-queue", min=1, help="Maximum number of waiting requests; more get status 429.")
+    int, typer.Option("--max-queue", min=1, help="Maximum number of queued requests; further requests get status 429.")
 ]
 MaxModels = Annotated[
     int | None,
@@ -117,7 +115,7 @@ def serve_models(
     """Serve models over an OpenAI-compatible HTTP API.
 
     Includes a job queue that survives restarts and a web page to try the models. Requests from different clients are
-    batched per denoising step; every client receives the same image as without batching.
+    batched at each denoising step; every client gets the same image as without batching.
     """
     # The server has optional dependencies, which a plain `pip install anyaccel` does not install.
     try:
@@ -154,7 +152,7 @@ def _check_devices(device: list[str] | None, ray: str | None, replicas: str | No
     devices = tuple(device or ("auto",))
     if ray is None and (replicas is not None or len(devices) > 1):
         raise UsageError(
-            "several devices or --replicas require Ray", hint="add --ray auto to start Ray on this machine"
+            "multiple devices and --replicas require Ray", hint="add --ray auto to start Ray on this machine"
         )
     return devices
 

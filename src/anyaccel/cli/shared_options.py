@@ -12,7 +12,11 @@ Text = str | None
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Device = Annotated[str, typer.Option("--device", "-d", help="Device to use: auto, cuda, hpu:3, virtual:neuron.")]
 Dtype = Annotated[
-    Text, typer.Option("--dtype", help="dtype: float32, bf16 or fp16. Default: the preferred dtype of the device.")
+    Text,
+    typer.Option(
+        "--dtype",
+        help="dtype of weights and computation: float32, bfloat16 or float16. Default: the device's preferred dtype.",
+    ),
 ]
 ImageSize = Annotated[
     Text,

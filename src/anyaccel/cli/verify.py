@@ -44,7 +44,7 @@ class VerifyOptions:
 def verify_device(name: str | None, options: VerifyOptions, output: Path | None, *, force: bool, as_json: bool) -> None:
     """Verify a device, print the result and write the evidence file; exit with status 1 if the sheet does not hold."""
     if name is None:
-        raise UsageError("--verify requires the name of a device", hint="anyaccel devices cuda --verify")
+        raise UsageError("--verify requires a device name", hint="for example: anyaccel devices cuda --verify")
     if read_device(name).virtual:
         # A virtual device runs in a forked process, and the threads of torch do not survive a fork.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -81,11 +81,12 @@ def _choose_file(name: str, output: Path | None, force: bool) -> Path:
     """Return the path for the evidence file; raise if it cannot be written."""
     file = output or Path(_default_file_name(name))
     if file.exists() and not force:
-        raise UsageError(f"{file} already exists", hint="give another file with --output, or add --force")
+        raise UsageError(f"{file} already exists", hint="pass a different file to --output, or add --force")
     folder = file.absolute().parent
     if not folder.is_dir():
         raise UsageError(
-            f"the folder {file.parent} does not exist", hint=f"mkdir -p {file.parent}, or give another file to --output"
+            f"the folder {file.parent} does not exist",
+            hint=f"mkdir -p {file.parent}, or pass a different file to --output",
         )
     # Permission bits are not reliable (ACLs, read-only mounts, root), so create a file to find out.
     with tempfile.TemporaryFile(dir=folder):

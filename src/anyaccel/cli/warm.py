@@ -40,7 +40,7 @@ Sizes = Annotated[
     ),
 ]
 ExpectedImages = Annotated[
-    int, typer.Option("--expected-images", help="Number of images to plan for; affects how much is compiled.")
+    int, typer.Option("--expected-images", help="Expected number of images; affects how much is compiled.")
 ]
 
 
@@ -79,7 +79,7 @@ def warm_model(
         policy = pipe.plan.compile_policy
         if policy.value.when == "never":
             raise NotMeasurableError(
-                f"anyaccel compiles nothing on {pipe.plan.title}: {policy.reason}",
+                f"anyaccel does not compile on {pipe.plan.title}: {policy.reason}",
                 hint="no warm-up is needed on this device",
             )
         calls = [{"width": width, "height": height} for width, height in shapes] or [{}]

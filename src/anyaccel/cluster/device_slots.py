@@ -96,7 +96,9 @@ def slots_from_name(device: str) -> DeviceSlots:
             virtual=True,
         )
     if spec.index is not None:
-        raise UsageError(f"{spec} has a device index, but Ray chooses the device", hint=f"--device {spec.name}")
+        raise UsageError(
+            f"{spec} includes a device index, but Ray assigns the devices", hint=f"use --device {spec.name}"
+        )
     device_sheet = sheet(spec)
     return DeviceSlots(device=device_sheet.name, name=device_sheet.name, count=0, on_host=device_sheet.is_host)
 
@@ -116,7 +118,7 @@ def check_workers(slots: DeviceSlots, requested: int | None) -> int:
     if requested > slots.count:
         raise UsageError(
             f"{requested} workers requested, but there {_format_count(slots)}",
-            hint=f"use --workers {slots.count} or fewer, or more machines with --ray",
+            hint=f"use --workers {slots.count} or fewer, or add machines with --ray",
         )
     return requested
 
@@ -146,10 +148,10 @@ def claim_device(name: str) -> tuple[str, IO[bytes]]:
     for index in range(count):
         try:
             # The operating system releases the lock when the worker dies, however it dies.
-            return f"{name}:{index}", lock_file(folder / f"{name}-{index}", "in use", "use another device")
+            return f"{name}:{index}", lock_file(folder / f"{name}-{index}", "in use", "use a different device")
         except UsageError:
             continue
     raise DeviceUnavailableError(
-        f"all {count} devices of {name} on this machine are in use",
-        hint=f"start the Ray node with no more of the resource {name!r} than it has devices",
+        f"all {count} {name} devices on this machine are in use",
+        hint=f"start the Ray node with at most one {name!r} resource per device",
     )

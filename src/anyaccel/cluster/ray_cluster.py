@@ -111,8 +111,8 @@ def check_slots(sheet: Sheet, virtual: bool, requested: int) -> None:
     device = f"virtual {sheet.name}" if virtual else sheet.name
     hint = f"declare the devices of a node: ray start --resources='{{\"{resource}\": 8}}'"
     raise UsageError(
-        f"{requested} workers on {device} requested, but the cluster has {available} slots; "
-        f"Ray counts them as {resource}",
+        f"{requested} workers on {device} requested, but the cluster has only {available} available "
+        f"(Ray resource {resource})",
         hint=f"request {available} or fewer" if available else hint,
     )
 
@@ -148,7 +148,7 @@ def _connect(ray: Any, address: str) -> None:
             raise
         raise AnyaccelError(
             f"the Ray cluster at {address} rejected the connection: {first_line(error)}",
-            hint="if it requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as on its own machines",
+            hint="if it requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as on the cluster nodes",
         ) from error
     except (RuntimeError, ValueError) as error:  # for example another version of Ray or Python
         raise AnyaccelError(
@@ -162,7 +162,7 @@ def _start(ray: Any) -> None:
         ray.init(address="local", include_dashboard=False, **_INIT_OPTIONS)
     except (RuntimeError, OSError, ValueError) as error:
         raise AnyaccelError(
-            f"cannot start Ray on this machine: {first_line(error)}", hint="see Ray's logs in /tmp/ray"
+            f"cannot start Ray on this machine: {first_line(error)}", hint="check the Ray logs in /tmp/ray"
         ) from error
     _STARTED.append(True)
 
@@ -179,12 +179,12 @@ def _check_reachable(address: str) -> None:
     if "://" in address:
         raise UsageError(
             f"{address} is a Ray Client address, which is not supported",
-            hint="run this on a machine of the cluster with the address that `ray start` printed: HOST:6379",
+            hint="run this on a cluster node with the address printed by `ray start`: HOST:6379",
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UsageError(
-            f"{address!r:.60} is not a valid address of a Ray cluster",
+            f"{address!r:.60} is not a valid Ray cluster address",
             hint="use HOST:PORT, for example 10.0.0.1:6379, or auto",
         )
     try:
@@ -205,11 +205,11 @@ def _check_grpc(address: str) -> None:
         try:
             grpc.channel_ready_future(channel).result(timeout=_CONNECT_TIMEOUT_S)
         except grpc.FutureTimeoutError as error:
-            raise _unreachable_error(address, "another service listens on this port") from error
+            raise _unreachable_error(address, "a different service is listening on this port") from error
 
 
 def _unreachable_error(address: str, reason: str) -> AnyaccelError:
     return AnyaccelError(
-        f"no Ray cluster answers at {address}: {reason}",
+        f"cannot reach a Ray cluster at {address}: {reason}",
         hint="start one with `ray start --head`, or use --ray auto for one on this machine",
     )

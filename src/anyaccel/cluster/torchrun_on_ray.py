@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.ranks < 1 or not options.program:
-            raise UsageError("a program and at least one rank are required", hint="--ranks 2 program.py")
+            raise UsageError("a program and at least one rank are required", hint="for example: --ranks 2 program.py")
         slots = slots_from_name(options.device)
         join(options.ray)
         device_sheet = sheet(slots.name)

@@ -68,7 +68,7 @@ class CudaModuleProxy:
     @property
     def nvtx(self) -> Any:
         """NVTX markers for NVIDIA's profiler. They are ignored, because they do not affect results."""
-        self._migration.note("NVTX marks are ignored: they are for NVIDIA's profiler")
+        self._migration.note("NVTX markers are ignored: they are only for NVIDIA's profiler")
         nothing = self._do_nothing
         return SimpleNamespace(range_push=nothing, range_pop=nothing, mark=nothing, range=lambda *a, **k: nullcontext())
 
@@ -187,7 +187,7 @@ class CudaModuleProxy:
         try:
             return read_statistic()
         except NotMeasurableError as error:
-            self._migration.note(f"{error.message}; returned nan")
+            self._migration.note(f"{error.message}; returned NaN")
             return _NOT_REPORTED
 
     def memory_allocated(self, device: Any = None) -> Any:

@@ -28,7 +28,7 @@ ModulePatch = Callable[[ModuleType, Migration], None]
 _OFFLOADS = ("enable_model_cpu_offload", "enable_sequential_cpu_offload")
 # Values of `device_map` that distribute a model over all devices; with one device, all of it goes there.
 _AUTOMATIC_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-_XFORMERS = "enable_xformers_memory_efficient_attention is ignored: xformers requires CUDA, torch's attention is used"
+_XFORMERS = "enable_xformers_memory_efficient_attention is ignored: xformers requires CUDA; PyTorch attention is used"
 
 
 def install_library_patches(migration: Migration) -> None:

@@ -24,6 +24,6 @@ def find_embedded_model() -> Path:
     if not (_FOLDER / "model_index.json").is_file():
         raise ModelError(
             f"the embedded model is missing at {_FOLDER}",
-            hint="reinstall anyaccel, or use another model by its hub id or folder",
+            hint="reinstall anyaccel, or pass the hub id or folder of a different model",
         )
     return _FOLDER

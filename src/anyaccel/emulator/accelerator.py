@@ -72,7 +72,7 @@ class VirtualAccelerator:
             # The class matches the real device (MPS raises TypeError for float64), so `except` clauses still work.
             error_class = LimitTypeError if limit.raises == "TypeError" else LimitError
             raise error_class(
-                f"{self.sheet.title} (virtual) cannot do this: {operation} at {file}:{line} hits the limit {name}. "
+                f"{self.sheet.title} (virtual) does not support {operation} at {file}:{line} (limit {name}). "
                 f"{limit.says} ({limit.evidence}: {limit.source})",
                 hint=limit.hint,
             )

@@ -100,12 +100,12 @@ def _restart(
         )
     if running.enforcing:
         raise VirtualDeviceError(
-            f"a virtual {running.name} is already active", hint="leave its `with` block before you enter another"
+            f"a virtual {running.name} is already active", hint="exit its `with` block before entering another"
         )
     if count > running.count:
         raise VirtualDeviceError(
-            f"count={count} is not possible: this process started with count={running.count}",
-            hint="start with the larger count",
+            f"count cannot be changed to {count}: this process started with count={running.count}",
+            hint="start the process with the larger count",
         )
     # The sheet may be narrowed to another product, so the registered device changes with it.
     running.restart(sheet, capacity, strict)
@@ -128,7 +128,7 @@ def _read_product(sheet: Sheet, memory: str | int | None) -> tuple[Sheet, int | 
 
 def _check_count(count: int) -> None:
     if not isinstance(count, int) or count < 1:
-        raise UsageError(f"count={count!r} is not a positive integer", hint="use count=1 or more")
+        raise UsageError(f"count={count!r} is not a positive integer", hint="use count=1 or higher")
 
 
 def _list_virtual_names() -> list[str]:

@@ -109,7 +109,7 @@ def _enforce_static_shapes(original: Any, accelerator: VirtualAccelerator, compi
                 raise LimitError(
                     f"{accelerator.sheet.title} (virtual) rejects torch.compile(dynamic=True). {compiler.says} "
                     f"({compiler.evidence}: {compiler.source})",
-                    hint="omit dynamic=True and use few image sizes",
+                    hint="omit dynamic=True and use only a few image sizes",
                 )
             # The default None switches to dynamic shapes at the first recompilation.
             options["dynamic"] = False
@@ -159,9 +159,9 @@ def _load_or_write_artifact(compiler: Compiler, digest: str, inputs: tuple[str, 
     if artifact is not None:
         if artifact["compiler"] != COMPILER_VERSION:
             raise VirtualDeviceError(
-                f"{path} was compiled with version {artifact['compiler']} of the compiler; this is version "
+                f"{path} was compiled with compiler version {artifact['compiler']}, but the current version is "
                 f"{COMPILER_VERSION}",
-                hint=f"delete it, or set {compiler.cache_variable} to another folder",
+                hint=f"delete it, or set {compiler.cache_variable} to a different folder",
             )
         return True
     folder.mkdir(parents=True, exist_ok=True)

@@ -82,7 +82,7 @@ class Ledger:
         """Raise AssertionError if the ledger has rows with these effects (default: "error")."""
         rows = [row for effect in effects or ("error",) for row in self.rows(effect)]
         if rows:
-            raise AssertionError("the device cannot do this:\n" + "\n".join(_format_row(row) for row in rows))
+            raise AssertionError("the device does not support:\n" + "\n".join(_format_row(row) for row in rows))
 
     def round_trips(self) -> dict[int | None, int]:
         """Return the number of device-to-CPU reads per denoising step (None: outside the loop)."""

@@ -185,7 +185,7 @@ def find_patch(name: str) -> Patch:
     for patch in PATCHES:
         if fnmatchcase(name, patch.name):
             return patch
-    raise UpstreamError(f"{name} is not in the table of patches", hint="add an entry with the reason to PATCHES")
+    raise UpstreamError(f"{name} has no entry in PATCHES", hint="add an entry that states the reason")
 
 
 @dataclass

@@ -40,7 +40,7 @@ def find_model(model: str | os.PathLike[str], revision: str | None = None) -> Mo
         return read_model_folder(bundled)
     # A misspelled path must not become a request to the hub.
     if text.startswith((".", "/", "~")) or text.count("/") != 1:
-        raise ModelError(f"{text} is not a folder and not a hub id", hint=nearest(text, [NAME, *list_bundled_models()]))
+        raise ModelError(f"{text} is neither a folder nor a hub id", hint=nearest(text, [NAME, *list_bundled_models()]))
     return read_model_folder(_download_configs(text, revision))
 
 

@@ -37,7 +37,9 @@ def check_image_call(pipe: Any, call: Mapping[str, Any]) -> None:
         raise UsageError(f"{pipeline} does not accept a prompt", hint="use a text-to-image model")
     for name in call:
         if name not in parameters:
-            raise UsageError(f"{pipeline} accepts no argument {name}", hint=f"omit it; {nearest(name, parameters)}")
+            raise UsageError(
+                f"{pipeline} does not accept the argument {name}", hint=f"omit it; {nearest(name, parameters)}"
+            )
     missing = [
         name
         for name, parameter in parameters.items()

@@ -82,7 +82,7 @@ class ImageMetadata:
         """Return the arguments to regenerate the image: `anyaccel.generate(**metadata.arguments())`."""
         if self.unrecorded:
             raise UsageError(
-                f"the image was generated with {', '.join(self.unrecorded)}, which the metadata does not contain",
+                f"the image was generated with {', '.join(self.unrecorded)}, which the metadata does not include",
                 hint="call anyaccel.generate from Python with the same arguments",
             )
         own = {
@@ -152,14 +152,14 @@ def read_document(text: str) -> tuple[ImageMetadata, ...]:
     """Return the metadata for each image in a document; raise ValueError if the document is not valid."""
     document = json.loads(text)
     if not isinstance(document, dict) or not isinstance(document.get("format"), int):
-        raise ValueError("not a metadata document of anyaccel")
+        raise ValueError("not an anyaccel metadata document")
     if document["format"] > FORMAT:
         raise ValueError(f"format {document['format']} is newer than the supported format {FORMAT}")
     # Version 0.1 wrote `pictures`. A single image has neither key.
     images_v1 = document.pop("pictures", [{}])
     images = document.pop("images", images_v1)
     if not isinstance(images, list) or not images or not all(isinstance(image, dict) for image in images):
-        raise ValueError("the list of images is empty or not valid")
+        raise ValueError("the list of images is empty or invalid")
     return tuple(_read_image_metadata({**document, **image}) for image in images)
 
 

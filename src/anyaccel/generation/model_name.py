@@ -38,10 +38,12 @@ class ResolvedModel:
 def resolve_model(model: str | os.PathLike[str] | None = None, revision: str | None = None) -> ResolvedModel:
     """Return the model for a name; check the files in a folder, but download and load nothing."""
     if not isinstance(model, str | os.PathLike | None):
-        raise UsageError(f"{model!r} is not a valid model", hint="give a hub id, a folder, or None (embedded model)")
+        raise UsageError(
+            f"{model!r} is not a valid model", hint="pass a hub id, a folder, or None for the embedded model"
+        )
     text = NAME if model is None else os.fspath(model)
     if not text.strip():
-        raise UsageError("the model name is empty", hint="give a hub id or a folder, or omit it for the embedded model")
+        raise UsageError("the model name is empty", hint="pass a hub id or a folder, or omit it for the embedded model")
     if text == NAME:
         resolved = ResolvedModel(kind="embedded", name=NAME, source=str(find_embedded_model()))
     else:

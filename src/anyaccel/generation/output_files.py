@@ -105,7 +105,9 @@ def _find_kind(path: Path) -> str | None:
         return None
     except (OSError, ValueError) as error:  # ValueError: the path contains a null byte
         reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"{path!s:.80} is not a valid file name: {reason}", hint="give another name to -o") from error
+        raise UsageError(
+            f"{path!s:.80} is not a valid file name: {reason}", hint="pass a different name to -o"
+        ) from error
     return "folder" if path.is_dir() else "file"
 
 
@@ -119,14 +121,16 @@ def _check_file(path: Path, force: bool) -> None:
 
 def file_exists_error(path: Path) -> UsageError:
     """Return the error for a file that already exists."""
-    return UsageError(f"{path} already exists", hint="overwrite it with --force (force=True), or choose another name")
+    return UsageError(
+        f"{path} already exists", hint="overwrite it with --force (force=True), or choose a different name"
+    )
 
 
 def _check_folder(folder: Path, *, create: bool) -> None:
     """Raise if the folder is not writable; with `create`, raise if its closest existing parent is not writable."""
     kind = _find_kind(folder)
     if kind == "file":
-        raise UsageError(f"{folder} is a file, not a folder", hint="give another name to -o")
+        raise UsageError(f"{folder} is a file, not a folder", hint="pass a different name to -o")
     if kind is None and not create:
         raise UsageError(f"the folder {folder} does not exist", hint=f"mkdir -p {folder}")
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
@@ -136,7 +140,7 @@ def _check_folder(folder: Path, *, create: bool) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(
-            f"the folder {existing} is not writable: {reason}", hint="choose another folder with -o FOLDER/"
+            f"the folder {existing} is not writable: {reason}", hint="choose a different folder with -o FOLDER/"
         ) from error
 
 
@@ -168,7 +172,7 @@ def write_unique(path: Path, content: bytes) -> Path:
                 continue
             return candidate
     raise AnyaccelError(
-        f"{path} and {_MAX_ALTERNATIVES:,} alternative names already exist", hint="choose another name with -o"
+        f"{path} and {_MAX_ALTERNATIVES:,} alternative names already exist", hint="choose a different name with -o"
     )
 
 
@@ -182,5 +186,5 @@ def _write_error(path: Path, error: OSError) -> AnyaccelError:
     reason = error.strerror or str(error)
     return AnyaccelError(
         f"cannot write {path}: {reason}; no partial file remains",
-        hint="free some space or choose another location with -o; the same seed gives the same image again",
+        hint="free some space or choose a different location with -o; the same seed generates the same image again",
     )

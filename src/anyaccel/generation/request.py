@@ -123,7 +123,8 @@ def _check_text(name: str, text: str) -> str:
 def _read_count(count: Any) -> int:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise UsageError(
-            f"the number of images per prompt must be an integer of at least 1, not {count!r}", hint="-n 1, or omit it"
+            f"the number of images per prompt must be a positive integer, not {count!r}",
+            hint="for example -n 1, or omit it",
         )
     return count
 
@@ -144,7 +145,7 @@ def _read_dtype(dtype: Any) -> str:
     torch_dtype = dtype_of(name)
     if not torch_dtype.is_floating_point or torch_dtype.itemsize < 2:
         raise UsageError(
-            f"the dtype must be a floating-point type of at least 16 bits, not {name}",
-            hint="float32, bfloat16, float16",
+            f"dtype must be a floating-point dtype with at least 16 bits, not {name}",
+            hint="use float32, bfloat16 or float16",
         )
     return name

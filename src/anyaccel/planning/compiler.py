@@ -49,7 +49,7 @@ def choose_mode(sheet: Sheet, options: PlacementOptions, environment: Mapping[st
     modes = {mode.name: mode for mode in sheet.modes}
     if not modes:
         if options.mode not in (None, "eager"):
-            raise UsageError(f"{sheet.title} has only the mode 'eager', not {options.mode!r}", hint="omit mode")
+            raise UsageError(f"{sheet.title} supports only mode='eager', not {options.mode!r}", hint="omit mode")
         return Decision("eager", "the only mode of this device")
     # The vendor reads its variables at import time, so an exported one has usually taken effect already.
     set_in_environment = [
@@ -61,6 +61,6 @@ def choose_mode(sheet: Sheet, options: PlacementOptions, environment: Mapping[st
         return Decision(mode.name, f"{settings} is set in the environment. {cite(mode)}")
     name = options.mode or next(iter(modes))
     if name not in modes:
-        raise UsageError(f"{sheet.title} has no mode {name!r}", hint=f"use one of {', '.join(modes)}")
+        raise UsageError(f"{sheet.title} does not support mode={name!r}", hint=f"use one of {', '.join(modes)}")
     prefix = f"mode={options.mode!r} was requested. " if options.mode else ""
     return Decision(name, f"{prefix}{cite(modes[name])}")

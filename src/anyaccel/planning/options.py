@@ -87,8 +87,8 @@ def check_residence(memory: str | None, *, unified_memory: bool) -> None:
     """Raise for `memory="component"` on a device with unified memory, where offloading to the CPU frees nothing."""
     if memory == "component" and unified_memory:
         raise UsageError(
-            "memory='component' saves nothing on this device: it shares memory with the CPU, and an offloaded model "
-            "uses as much of it",
+            "memory='component' saves no memory on this device: it shares memory with the CPU, so offloading a model "
+            "frees nothing",
             hint="use memory='phase', which reads the models of each phase from disk, or omit memory",
         )
 
@@ -108,7 +108,7 @@ def read_parallel(text: str) -> tuple[str, int | None]:
     # One rank is not a split: parallel=None means one device.
     if match is None or (ranks is not None and int(ranks) < 2):
         raise UsageError(
-            f"parallel must be auto, tensor:N, context:N or cfg with N >= 2, not {text!r}", hint="for example context:2"
+            f"parallel must be auto, cfg, tensor:N or context:N (N >= 2), not {text!r}", hint="for example context:2"
         )
     return match["fixed"] or match["strategy"], int(ranks) if ranks else None
 
@@ -127,7 +127,7 @@ def _check(options: PlacementOptions) -> None:
             continue
         # bool is a subclass of int: images_per_call=True must not mean 1.
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"{name} must be an integer of at least 1, not {value!r}", hint=f"for example {name}=1")
+            raise UsageError(f"{name} must be a positive integer, not {value!r}", hint=f"for example {name}=1")
     _check_booleans(options)
     _check_dtypes(options)
     if options.memory not in (None, *RESIDENCES):

@@ -145,7 +145,10 @@ def _find_problem(split: Split, sheet: Sheet, facts: PipelineFacts, ranks: Ranks
     for name in (facts.pipeline, *(model.kind for model in models)):
         if (split.strategy, name) in _KNOWN_FAILURES:
             reason = _KNOWN_FAILURES[split.strategy, name]
-            return f"{name} does not support {split.strategy}: {reason}", "omit parallel, or use parallel='auto'"
+            return (
+                f"{name} does not support {split.strategy}, because {reason}",
+                "omit parallel, or use parallel='auto'",
+            )
     if split.strategy == "cfg":
         reason = f"guidance has two branches, but {split.ranks} processes are running"
         return None if split.ranks == _CFG_RANKS else (reason, f"start the program with {torchrun_command(_CFG_RANKS)}")
@@ -169,7 +172,7 @@ def _find_model_problem(model: ComponentFacts, split: Split) -> tuple[str, str] 
     # diffusers' Ulysses attention and its tensor plans both split the heads evenly over the ranks.
     if model.heads and model.heads % split.ranks:
         fewer = max(count for count in range(1, split.ranks) if model.heads % count == 0)
-        hint = f"parallel='{split.strategy}:{fewer}'" if fewer > 1 else "use another number of processes"
+        hint = f"parallel='{split.strategy}:{fewer}'" if fewer > 1 else "use a different number of processes"
         return f"the {model.heads} attention heads of {model.kind} are not divisible by {split.ranks}", hint
     return None
 
@@ -190,7 +193,7 @@ def _reject_offloading(split: Split, options: PlacementOptions) -> None:
     # Sharded weights must stay on the device of their rank.
     if split.strategy == "tensor" and options.memory not in (None, "resident"):
         raise UsageError(
-            f"memory={options.memory!r} cannot offload weights that parallel={options.parallel!r} splits",
+            f"memory={options.memory!r} cannot offload the weights, which parallel={options.parallel!r} splits",
             hint="omit memory: each rank holds only its share of the weights",
         )
 

@@ -77,7 +77,7 @@ class JsonLineWorker:
         finally:
             timer.cancel()
         if not line.endswith("\n"):
-            raise EOFError(f"process {self._process.pid} exited before it answered")
+            raise EOFError(f"process {self._process.pid} exited before responding")
         return json.loads(line)
 
     def close(self, timeout_s: float = _END_S) -> int:

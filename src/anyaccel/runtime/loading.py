@@ -27,7 +27,7 @@ def load_pipeline(kind: Any, model: Any, options: dict[str, Any]) -> tuple[Any, 
     """
     options, placement_options = _read_options(options)
     if not isinstance(model, str | Path):
-        raise UsageError(f"not a valid model: {model!r}", hint="pass a Hub ID, a local folder or a weights file")
+        raise UsageError(f"not a valid model: {model!r}", hint="pass a hub id, a folder or a weights file")
     if not options.get("trust_remote_code") and options.get("custom_pipeline") is not None:
         raise ModelError(
             f"custom_pipeline={options['custom_pipeline']!r} would run code from the model repository",
@@ -69,7 +69,7 @@ def _find_single_file_loader(kind: Any, options: dict[str, Any]) -> Callable[...
     if source is None:
         raise ModelError(
             "a single file contains only weights, not the pipeline class",
-            hint="pass config= with a folder or Hub ID of the same architecture, such as stable-diffusion-v1-5/"
+            hint="pass config= with a folder or hub id of the same architecture, such as stable-diffusion-v1-5/"
             "stable-diffusion-v1-5, or load it with the diffusers pipeline class and use anyaccel.place",
         )
     config = _call_diffusers(diffusers.DiffusionPipeline.load_config, str(source), {})

@@ -111,7 +111,7 @@ def _reject_pickles(path: Path) -> None:
 def _make_pickle_error(path: Path) -> ModelError:
     return ModelError(
         f"the weights in {path} are pickled, and a pickle can run arbitrary code",
-        hint="use or convert to safetensors, or pass use_safetensors=False if you trust the source",
+        hint="convert them to safetensors, or pass use_safetensors=False if you trust the source",
     )
 
 
@@ -125,7 +125,7 @@ def check_safetensors(path: Path) -> None:
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
             if not 0 <= length <= min(size, _MAX_HEADER_BYTES):
-                raise ValueError("its header cannot be read")
+                raise ValueError("unreadable header")
             header = json.loads(file.read(length))
     except ValueError as error:
         raise ModelError(f"{path} is not a complete safetensors file: {error}", hint="download it again") from error

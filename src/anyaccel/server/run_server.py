@@ -76,7 +76,7 @@ def _bind(settings: ServerSettings) -> socket.socket:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(
             f"cannot listen on {settings.host}:{settings.port}: {reason}",
-            hint="use another --port, or 0 for a free one",
+            hint="pass a different --port, or 0 for a free port",
         ) from error
     return bound
 
@@ -133,7 +133,7 @@ class _Server(uvicorn.Server):
         if busy and self.service.dispatcher.start_state.state == "ready":
             print(f"shutting down: waiting for {busy} jobs", file=sys.stderr)
             if not self.service.dispatcher.wait_idle(self.service.settings.limits.drain_s):
-                print("shutting down: unfinished jobs continue at the next start", file=sys.stderr)
+                print("shutting down: unfinished jobs will continue after a restart", file=sys.stderr)
         self.service.ended = True
         self.service.bus.wake_all()  # waiting requests return an error now instead of blocking the shutdown
         self.should_exit = True

@@ -108,7 +108,8 @@ def read_served_names(texts: Iterable[str]) -> tuple[ServedName, ...]:
     models = tuple(_read_served_name(text) for text in texts)
     names = [model.name for model in models]
     if len(set(names)) < len(names):
-        raise UsageError("two models have the same name", hint="name each model: NAME=MODEL")
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise UsageError(f"duplicate model name: {duplicate}", hint="give each model a unique name: NAME=MODEL")
     return models
 
 
@@ -146,7 +147,7 @@ def read_limits(texts: Iterable[str], max_queue: int) -> ServerLimits:
             value = -1  # rejected below, with the same message
         # NaN and infinity are valid floats but not valid limits; NaN fails every comparison.
         if not 0 <= value < math.inf:
-            raise UsageError(f"{name} must be a number >= 0, not {number!r:.40}", hint=f"--limit {name}=10")
+            raise UsageError(f"{name} must be a number >= 0, not {number!r:.40}", hint=f"for example --limit {name}=10")
         values[name] = value  # overrides `--max-queue` if the name is max_queue
     return ServerLimits(**values)
 

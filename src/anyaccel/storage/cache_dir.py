@@ -61,7 +61,7 @@ def warn_not_cached(fault: str) -> None:
     folder = find_cache_folder()
     if folder not in _WARNED:
         _WARNED.add(folder)
-        _LOG.warning("anyaccel: compiled code is not cached for later processes: %s; see %s", fault, CACHE_VARIABLE)
+        _LOG.warning("anyaccel: compiled code is not cached: %s; set %s to a writable folder", fault, CACHE_VARIABLE)
 
 
 def read_fact(file: str, key: str) -> Any:

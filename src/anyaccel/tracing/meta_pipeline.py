@@ -141,7 +141,7 @@ def _find_class(component: Component) -> Any:
             return component_class
     raise ModelError(
         f"cannot import {component.kind} from {component.library} for {component.name}",
-        hint="upgrade diffusers or transformers; code from a model's repository is not run",
+        hint="upgrade diffusers or transformers; custom code from the model repository is not run",
     )
 
 

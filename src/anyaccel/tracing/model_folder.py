@@ -122,7 +122,8 @@ def require_recipe(pipeline: str) -> Recipe:
 def _read_component(path: Path, name: str, library: Any, kind: Any) -> Component:
     if not isinstance(library, str) or not isinstance(kind, str):
         raise ModelError(
-            f"{path / _INDEX} has no class for {name}: {[library, kind]}", hint="use [library, class] as the entry"
+            f"{path / _INDEX} has an invalid entry for {name}: {[library, kind]}",
+            hint="the entry must be [library, class]",
         )
     file = next((path / name / config for config in _CONFIGS if (path / name / config).is_file()), None)
     config = None if file is None else read_json(file)

@@ -85,7 +85,7 @@ class ProbeWorker:
             # SIGKILL comes from the kernel (out of memory) or from the timeout in `request`.
             if status == -signal.SIGKILL:
                 raise ProbeWorkerKilledError(
-                    f"killed: out of host memory, or no answer within {_TIMEOUT_S:.0f} s", hint=hint
+                    f"killed: out of host memory, or no response within {_TIMEOUT_S:.0f} s", hint=hint
                 ) from None
             output = describe_error(RuntimeError(lines[-1])) if lines else "no output"
             raise ProbeWorkerDiedError(f"the process died with status {status}: {output}", hint=hint) from None

@@ -163,7 +163,7 @@ def _verify_virtual(
     device_sheet = sheet(name)
     if not can_fork():
         raise UsageError(
-            "a virtual device needs a forked process, and torch already uses several threads in this one",
+            "a virtual device requires a forked process, but torch already uses several threads in this one",
             hint=f"set OMP_NUM_THREADS=1 before torch is imported, or run: anyaccel devices virtual:{name} --verify",
         )
 

@@ -182,7 +182,7 @@ def test_from_warns_about_differences(run: Run, model: str, tmp_path: Path) -> N
     completed = run("--from", "gone.png")
     assert completed.status == 2
     assert "gone, which is not available" in completed.stderr
-    assert "hint: give its current location with --model" in completed.stderr
+    assert "hint: pass its current location with --model" in completed.stderr
     assert run("--from", "gone.png", "--model", model, "-o", "found.png").status == 0
     assert pixels("found.png") == pixels("a.png")
 
@@ -253,7 +253,7 @@ def test_explain_prints_the_plan_and_generates_nothing(run: Run, tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "message", "hint"),
     [
-        ([], "no prompt was given", 'anyaccel generate "a red apple"'),
+        ([], "missing prompt", 'anyaccel generate "a red apple"'),
         (["x", "--size", "0"], "width must be an integer from 1 to 16384 pixels, not 0", "512x768"),
         (["x", "--size", "17"], "height must be a multiple of 2 for this model, not 17", "use 16 or 18"),
         (["x", "--size", "1000000000"], "width must be an integer from 1 to 16384 pixels", "512x768"),
@@ -264,7 +264,7 @@ def test_explain_prints_the_plan_and_generates_nothing(run: Run, tmp_path: Path)
         (["x", "--guidance", "nan"], "the guidance scale must be finite, not nan", "--guidance 5"),
         (["x", "--guidance", "inf"], "the guidance scale must be finite, not inf", "--guidance 5"),
         (["x", "--model", ""], "the model name is empty", "embedded"),
-        (["x", "--steps", "0"], "an integer of at least 1, not 0", "--steps 20"),
+        (["x", "--steps", "0"], "a positive integer, not 0", "--steps 20"),
         (["x", "-n", "0"], "the number of images per prompt must be at least 1, not 0", "-n 1"),
         (
             ["x", "--seed", "-1"],
@@ -285,9 +285,9 @@ def test_explain_prints_the_plan_and_generates_nothing(run: Run, tmp_path: Path)
         (["x", "--model", "."], "is not a pipeline", "save_pretrained"),
         (["x", "--model", "./nowhere"], "does not exist", "path"),
         (["x", "--device", "nueron"], "unknown device 'nueron'", "did you mean neuron?"),
-        (["x", "--dtype", "int8"], "a floating-point type", "float32"),
+        (["x", "--dtype", "int8"], "a floating-point dtype", "float32"),
         (["--from", "taken.png"], "taken.png is not a complete PNG, JPEG or WebP file", "anyaccel wrote"),
-        (["--from", "taken.png", "x"], "cannot be combined with another prompt", "omit --from or the prompt"),
+        (["--from", "taken.png", "x"], "cannot be combined with a prompt", "omit --from or the prompt"),
         (["x", "--show", "sixle"], "unknown value 'sixle' for --show", "did you mean sixel?"),
     ],
 )

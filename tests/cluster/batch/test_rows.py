@@ -56,9 +56,9 @@ def test_a_row_has_a_prompt_a_seed_and_arguments_of_the_call(tmp_path: Path) -> 
         (b'{"prompt": "x", "width": "64"}', "an integer from 1 to 16384"),
         (b'{"prompt": "x", "generator": 1}', "use a seed"),
         (b'{"prompt": "x", "num_images_per_prompt": 4}', "write one row per image"),
-        (b'{"prompt": "\\ud800"}', "contains a lone surrogate"),
-        (b'{"prompt": "x", "negative_prompt": ["\\ud800"]}', "contains a lone surrogate"),
-        (b'{"prompt": "x", "\\ud800": 1}', "contains a lone surrogate"),
+        (b'{"prompt": "\\ud800"}', "contains an unpaired surrogate"),
+        (b'{"prompt": "x", "negative_prompt": ["\\ud800"]}', "contains an unpaired surrogate"),
+        (b'{"prompt": "x", "\\ud800": 1}', "contains an unpaired surrogate"),
         (b'{"prompt": "x", "sigmas": [1e999]}', "sigmas is too large for a float"),
         (b'{"prompt": "\xff"}', "not valid UTF-8"),
         (b"[" * 100_000, "nested too deeply"),
@@ -156,7 +156,7 @@ def test_an_incomplete_last_line_of_the_manifest_is_truncated(tmp_path: Path) ->
 
 def test_a_folder_with_other_content_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("all of it")
-    with pytest.raises(UsageError, match=r"is not the folder of a batch: it contains thesis\.txt"):
+    with pytest.raises(UsageError, match=r"is not a batch folder: it contains thesis\.txt"):
         OutputFolder(tmp_path, RUN)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
     with pytest.raises(UsageError, match="is a file"):
@@ -168,27 +168,27 @@ def test_an_unused_folder_can_be_used_by_another_run(tmp_path: Path) -> None:
         assert folder.entries == {}
     with OutputFolder(tmp_path, {**RUN, "input": "xyz"}) as folder:
         folder.image_path(row(1)).write_bytes(image_content())
-    with pytest.raises(UsageError, match="belongs to another run"):
+    with pytest.raises(UsageError, match="belongs to a different run"):
         OutputFolder(tmp_path, RUN)
 
 
 def test_a_folder_of_another_run_is_rejected(tmp_path: Path) -> None:
     with OutputFolder(tmp_path, RUN) as folder:
         folder.record_once("dtype", "float32")
-        with pytest.raises(UsageError, match="another process writes to"):
+        with pytest.raises(UsageError, match="another process is writing to"):
             OutputFolder(tmp_path, RUN)
         folder.add_failure(row(1), "it broke", {})
-    with pytest.raises(UsageError, match="belongs to another run: the input differs"):
+    with pytest.raises(UsageError, match="belongs to a different run: the input is different"):
         OutputFolder(tmp_path, {**RUN, "input": "xyz"})
     with OutputFolder(tmp_path, RUN) as folder:
         assert folder.record_once("dtype", "bfloat16") == "float32", "the first value is kept"
     (tmp_path / "run.json").write_text("{")
-    with pytest.raises(UsageError, match="is damaged"):
+    with pytest.raises(UsageError, match="is corrupted"):
         OutputFolder(tmp_path, RUN)
     (tmp_path / "run.json").write_text(json.dumps({"format": 1, **RUN}))
     manifest = tmp_path / "manifest.jsonl"
     manifest.write_bytes(manifest.read_bytes() + b"nonsense\n")
-    with pytest.raises(UsageError, match=r"line 2 of .* is damaged"):
+    with pytest.raises(UsageError, match=r"line 2 of .* is corrupted"):
         OutputFolder(tmp_path, RUN)
 
 

@@ -177,6 +177,6 @@ def test_a_device_that_is_not_available_is_reported_and_the_others_continue(tmp_
 
 def test_workers_that_never_start_end_the_batch(tmp_path: Path) -> None:
     pool = ScriptedPool(lambda *_: None, start_event=lambda worker: WorkerDied(worker, "killed by SIGKILL"))
-    with pytest.raises(AnyaccelError, match="no worker can start: killed by SIGKILL, 10 times"):
+    with pytest.raises(AnyaccelError, match="workers failed to start 10 times in a row: killed by SIGKILL"):
         run_batch(tmp_path, pool, rows(2), workers=2)
     assert len(pool.settings) == 20, "10 starts for each of the two workers"

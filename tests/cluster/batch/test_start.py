@@ -161,10 +161,10 @@ def test_a_failed_row_is_reported_and_the_others_finish(tmp_path: Path, model: s
         ('{"prompt": "x"}', ["--model", "no/such/folder/here"], "no/such/folder/here"),
         ('{"prompt": "x"}', ["--speed", "warp"], "speed must be one of"),
         ('{"prompt": "x"}', ["--device", "virtual:nope"], "unknown device 'nope'"),
-        ('{"prompt": "x"}', ["--device", "virtual:hpu,count=0"], "must be from 1 to 999, not 0"),
+        ('{"prompt": "x"}', ["--device", "virtual:hpu,count=0"], "must be between 1 and 999, not 0"),
         ('{"prompt": "x"}', ["--device", "virtual:hpu:2"], "hint: use virtual:hpu,count=2"),
         ('{"prompt": "x"}', ["--device", "cpu:5"], "cpu:5 is not available"),
-        ('{"prompt": "x"}', ["--ray", "127.0.0.1:9", "--device", "cpu"], "no Ray cluster answers at 127.0.0.1:9"),
+        ('{"prompt": "x"}', ["--ray", "127.0.0.1:9", "--device", "cpu"], "cannot reach a Ray cluster at 127.0.0.1:9"),
         ('{"prompt": "x"}', ["--ray", "127.0.0.1:9"], "--ray requires a device name"),
     ],
 )

@@ -203,10 +203,10 @@ def test_a_real_cluster_separates_shapes_and_checks_device_groups() -> None:
     for options, message in {
         "cpu 3": "3 workers on cpu requested, but the cluster has 2 slots",
         "virtual:hpu 9": "the cluster has 8 slots",
-        "npu None": "Ray counts them as NPU",
-        "mlu 1": "Ray counts them as mlu",
-        "hpu:3 None": "Ray chooses the devices",
-        "cpu cpu None": "named twice",
+        "npu None": "Ray resource NPU",
+        "mlu 1": "Ray resource mlu",
+        "hpu:3 None": "Ray assigns the devices",
+        "cpu cpu None": "--device cpu is given more than once",
     }.items():
         assert message in groups[options]
 
@@ -288,9 +288,9 @@ def run_serve(*options: str) -> Any:
     [
         (("--replicas", "2"), 2, "require Ray"),
         (("--device", "cpu", "--device", "virtual:hpu"), 2, "require Ray"),
-        (("--ray", "here"), 2, "not a valid address"),
+        (("--ray", "here"), 2, "not a valid Ray cluster address"),
         (("--ray", "ray://127.0.0.1:10001"), 2, "Ray Client"),
-        (("--ray", "127.0.0.1:9"), 3, "no Ray cluster answers at 127.0.0.1:9"),
+        (("--ray", "127.0.0.1:9"), 3, "cannot reach a Ray cluster at 127.0.0.1:9"),
         (("--ray", "auto", "--replicas", "some"), 2, "not a valid number of replicas"),
     ],
 )

@@ -63,7 +63,7 @@ def test_damaged_entries_are_logged_and_replaced(kind: str, caplog: pytest.LogCa
     compile_cache.save_payload(KEY, b"graph", 1.0)
     damage(compile_cache.find_path(KEY), kind)
     assert compile_cache.load_payload(KEY) is None
-    assert "damaged" in caplog.text
+    assert "corrupted" in caplog.text
     assert not compile_cache.find_path(KEY).exists()
     assert compile_cache.save_payload(KEY, b"graph", 1.0)
     assert compile_cache.load_payload(KEY) == b"graph"

@@ -137,7 +137,7 @@ def test_partly_quantized_model_counts_as_quantized(pipe: Any, monkeypatch: pyte
     placement = force_plan(pipe, quantization=Decision("float8", "for the test"))
     with pytest.raises(torch.OutOfMemoryError):
         quantize.quantize_denoisers(pipe, placement)
-    with pytest.raises(UsageError, match="needs the original weights of unet"):
+    with pytest.raises(UsageError, match="requires the original weights of unet"):
         pipe.save_pretrained(tmp_path)
 
 
@@ -149,6 +149,6 @@ def test_operations_that_need_the_original_weights_raise(pipe: Any, name: str, t
         "lora": lambda: pipe.load_lora_weights(tmp_path),
         "dtype": lambda: pipe.to("cpu", dtype="float32"),
     }
-    with pytest.raises(UsageError, match="needs the original weights of unet") as caught:
+    with pytest.raises(UsageError, match="requires the original weights of unet") as caught:
         operations[name]()
     assert "load the pipeline again" in (caught.value.hint or "")

@@ -117,7 +117,7 @@ def test_a_queued_job_is_cancelled_immediately_and_a_running_one_later(jobs: Job
     assert jobs.take() == jobs.get(running.id)
     cancelled = jobs.cancel(running.id)
     assert (cancelled.state, cancelled.cancelling) == ("running", True)
-    with pytest.raises(UsageError, match="has not ended"):
+    with pytest.raises(UsageError, match="has not finished"):
         jobs.delete(running.id)
     assert jobs.stop(running.id).state == "cancelled"
     late = jobs.finish(running.id, [("0.png", b"x")], {})

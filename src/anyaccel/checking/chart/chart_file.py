@@ -47,7 +47,7 @@ def read_chart(path: Path) -> Chart:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document["format"] != _FORMAT:
-            raise ValueError(f"format {document['format']} is not supported, only {_FORMAT}")
+            raise ValueError(f"unsupported format {document['format']} (supported: {_FORMAT})")
         sites = [CodeLine(*site) for site in document["sites"]]
         limits = {name: device["limits"] for name, device in document["devices"].items()}
         rows = tuple(_read_row(row, sites, limits) for row in document["lines"])
@@ -55,7 +55,7 @@ def read_chart(path: Path) -> Chart:
     # Any of these means that the file is damaged or is not a chart.
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise UsageError(
-            f"{path} is not a chart: {error}", hint=f"create one with `anyaccel chart --json > {path}`"
+            f"{path} is not a valid chart file: {error}", hint=f"create one with `anyaccel chart --json > {path}`"
         ) from error
 
 

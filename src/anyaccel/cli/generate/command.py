@@ -16,7 +16,9 @@ __all__ = ["run_generate"]
 # Each argument is a prompt, so unquoted words give one image each; GenerateRun then prints a note.
 Prompts = Annotated[
     list[str] | None,
-    typer.Argument(metavar="PROMPT", help="Text that describes the image; give several for several images."),
+    typer.Argument(
+        metavar="PROMPT", help="Text that describes the image; pass several to generate one image for each."
+    ),
 ]
 # These options default to None, unlike in other commands: with --from, None means the value from the metadata of the
 # image.
@@ -55,7 +57,7 @@ Source = Annotated[
     typer.Option("--from", metavar="IMAGE", help="Regenerate an image from its metadata; other options override it."),
 ]
 Show = Annotated[str, typer.Option("--show", help=f"How to show images in the terminal: {', '.join(PROTOCOLS)}.")]
-Explain = Annotated[bool, typer.Option("--explain", help="Print the placement plan and generate nothing.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Print the placement plan without generating images.")]
 
 
 def run_generate(
@@ -81,7 +83,7 @@ def run_generate(
 ) -> None:
     """Generate images from prompts.
 
-    Each image file contains the metadata to regenerate the image with --from.
+    Each image file contains the metadata needed to regenerate it with --from.
     """
     # Ranges are checked by GenerateRun and not by typer, which prints errors without a hint.
     GenerateRun(

@@ -70,16 +70,18 @@ class Options:
         """Raise if options conflict or a value is out of range."""
         if self.source and (self.prompts or self.prompts_file):
             raise UsageError(
-                "--from reuses the prompt of the image and cannot be combined with another prompt",
+                "--from reuses the prompt of the image and cannot be combined with a prompt",
                 hint="omit --from or the prompt",
             )
         # --explain requires no prompt: a plan does not depend on it.
         if not (self.source or self.prompts or self.prompts_file or self.explain):
-            raise UsageError("no prompt was given", hint='anyaccel generate "a red apple"')
+            raise UsageError("missing prompt", hint='for example: anyaccel generate "a red apple"')
         if self.seed is not None:
             read_seed(self.seed, hint="for example --seed 7; omit --seed for a random one")
         if self.count < 1:
-            raise UsageError(f"the number of images per prompt must be at least 1, not {self.count}", hint="-n 1")
+            raise UsageError(
+                f"the number of images per prompt must be at least 1, not {self.count}", hint="for example -n 1"
+            )
         if self.steps is not None:
             check_steps(self.steps, hint="for example --steps 20")
         if self.guidance is not None and not math.isfinite(self.guidance):
@@ -124,7 +126,7 @@ def read_prompts_file(name: str) -> list[str]:
         raise UsageError(f"line {line} of {name} is not valid UTF-8", hint="save the file as UTF-8") from error
     except OSError as error:
         raise UsageError(
-            f"cannot read {name}: {error.strerror}", hint="give a text file with one prompt per line"
+            f"cannot read {name}: {error.strerror}", hint="pass a text file with one prompt per line"
         ) from error
     lines = [line.strip() for line in text.splitlines()]
     prompts = [line for line in lines if line and not line.startswith("#")]

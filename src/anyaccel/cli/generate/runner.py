@@ -127,7 +127,7 @@ class GenerateRun(ProgressListener):
                 raise
             raise ModelError(
                 f"the image was generated with {task.original.model}, which cannot be loaded: {error.message}",
-                hint=f"give its current location with --model; {error.hint}",
+                hint=f"pass its current location with --model; {error.hint}",
             ) from error
         if loaded.load_s:
             self._print_placement(loaded)

@@ -45,7 +45,7 @@ class OutputFolder:
         self._images = path / (_V0_1_IMAGES if continues_v0_1 else _IMAGES)
         self._create()
         self._lock = lock_file(
-            path / _LOCK, f"another process writes to {path}", "wait for it, or use another folder with --out"
+            path / _LOCK, f"another process is writing to {path}", "wait for it, or pass a different folder to --out"
         )
         self.run: dict[str, Any] = {"format": _FORMAT, **run}
         try:
@@ -116,7 +116,7 @@ class OutputFolder:
     def _create(self) -> None:
         """Create the output folder; raise if the path is a file or contains unrelated files."""
         if self.path.exists() and not self.path.is_dir():
-            raise UsageError(f"{self.path} is a file, not a folder", hint="pass another path to --out")
+            raise UsageError(f"{self.path} is a file, not a folder", hint="pass a different path to --out")
         if self.path.is_dir() and not (self.path / _RUN).exists():
             names = [
                 path.name
@@ -125,14 +125,14 @@ class OutputFolder:
             ]
             if names:
                 raise UsageError(
-                    f"{self.path} is not the folder of a batch: it contains {', '.join(sorted(names)[:3])}",
+                    f"{self.path} is not a batch folder: it contains {', '.join(sorted(names)[:3])}",
                     hint="pass a new or empty folder to --out",
                 )
         try:
             self._images.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(
-                f"cannot create the folder {self.path}: {error.strerror}", hint="pass another path to --out"
+                f"cannot create the folder {self.path}: {error.strerror}", hint="pass a different path to --out"
             ) from error
 
     def _load_run(self) -> None:
@@ -144,13 +144,15 @@ class OutputFolder:
             stored = json.loads(path.read_bytes())
             assert isinstance(stored, dict)
         except (ValueError, AssertionError) as error:
-            raise UsageError(f"{path} is damaged", hint="use another folder with --out") from error
+            raise UsageError(f"{path} is corrupted", hint="pass a different folder to --out") from error
         for name, value in self.run.items():
             if stored.get(name) != value:
-                reason = "the input differs" if name == "input" else f"{name} was {stored.get(name)} and is now {value}"
+                reason = (
+                    "the input is different" if name == "input" else f"{name} was {stored.get(name)} and is now {value}"
+                )
                 raise UsageError(
-                    f"{self.path} belongs to another run: {reason}",
-                    hint="use another folder with --out, or the input and options of that run",
+                    f"{self.path} belongs to a different run: {reason}",
+                    hint="pass a different folder to --out, or use the input and options of that run",
                 )
         self.run = stored
 
@@ -176,7 +178,7 @@ class OutputFolder:
                 entries[entry["row"]] = entry
             except (ValueError, KeyError, TypeError) as error:
                 raise UsageError(
-                    f"line {number} of {path} is damaged", hint="remove it, or use another folder with --out"
+                    f"line {number} of {path} is corrupted", hint="remove it, or pass a different folder to --out"
                 ) from error
         return entries
 

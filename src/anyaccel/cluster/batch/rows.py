@@ -25,7 +25,7 @@ _UNSUPPORTED = {
     "callback_on_step_end": "a file cannot contain a function",
 }
 _MAX_REPORTED = 5
-_EXAMPLE = 'a row looks like {"prompt": "a red apple", "seed": 7}'
+_EXAMPLE = 'for example {"prompt": "a red apple", "seed": 7}'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ def check_parameters(rows: Iterable[BatchRow], parameters: Iterable[str], pipeli
     unknown = [(row.number, name) for row in rows for name in row.call if name not in names]
     if unknown:
         listed = "\n".join(
-            f"line {number}: unknown argument {name!r} of {pipeline}" for number, name in unknown[:_MAX_REPORTED]
+            f"line {number}: unknown argument {name!r} for {pipeline}" for number, name in unknown[:_MAX_REPORTED]
         )
         raise UsageError(listed + _format_remaining(unknown), hint=f"remove it; {nearest(unknown[0][1], names)}")
 
@@ -130,7 +130,7 @@ def _check_values(call: Mapping[str, Any]) -> None:
         try:
             json.dumps({name: value}, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{name!a} contains a lone surrogate") from error
+            raise ValueError(f"{name!a} contains an unpaired surrogate") from error
         except ValueError as error:
             raise ValueError(f"{name} is too large for a float") from error
         if name in SIDES and value is not None:

@@ -130,8 +130,8 @@ class BatchRun:
             expected = self.folder.record_once(name, getattr(facts, name))
             if expected != getattr(facts, name):
                 raise AnyaccelError(
-                    f"worker {event.worker} has {name} {getattr(facts, name)}, but the run began with {expected}",
-                    hint="use another folder with --out, or the model that the run began with",
+                    f"worker {event.worker} uses {name} {getattr(facts, name)}, but the run started with {expected}",
+                    hint="pass a different folder to --out, or use the model that the run started with",
                 )
         self.workers[event.worker].facts = facts
         virtual = ", virtual: nothing here is about hardware" if facts.virtual else ""
@@ -219,8 +219,8 @@ class BatchRun:
         remaining = [number for number, other in self.workers.items() if not other.abandoned]
         if not remaining:
             raise AnyaccelError(
-                f"no worker can start: {event.reason}, {_MAX_FAILED_STARTS} times in a row",
-                hint="check with `anyaccel explain` whether the model fits into memory",
+                f"workers failed to start {_MAX_FAILED_STARTS} times in a row: {event.reason}",
+                hint="run `anyaccel explain` to check whether the model fits in memory",
             )
 
     def _fill_queues(self) -> None:

@@ -88,7 +88,10 @@ def find_device_groups(devices: Sequence[str], replicas: int | str | None, max_b
         spec = read_device(AUTO)
         devices = [str(spec)] if spec.name != AUTO else _list_cluster_devices()
     if len(set(devices)) < len(devices):
-        raise UsageError("a device is named twice", hint="use --replicas for several replicas on a device")
+        duplicate = next(device for device in devices if list(devices).count(device) > 1)
+        raise UsageError(
+            f"--device {duplicate} is given more than once", hint="use --replicas to run several replicas on a device"
+        )
     return tuple(_make_group(device, replicas, max_batch) for device in devices)
 
 
@@ -110,8 +113,8 @@ def _make_group(device: str, replicas: int | str | None, max_batch: int) -> Devi
     spec = read_device(device)
     sheet, virtual = find_sheet(spec), spec.virtual
     if spec.index is not None:
-        hint = spec.count_hint() if virtual else f"--device {spec.name}"
-        raise UsageError(f"{device} has a device index, but Ray chooses the devices", hint=hint)
+        hint = spec.count_hint() if virtual else f"use --device {spec.name}"
+        raise UsageError(f"{device} includes a device index, but Ray assigns the devices", hint=hint)
     slots = count_slots(sheet, virtual)
     on_host = virtual or sheet.is_host
     # By default one replica per device, but only one on the CPU: its replicas would share the cores.

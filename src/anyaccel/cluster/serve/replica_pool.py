@@ -141,7 +141,7 @@ class ReplicaPool:
             with self._deploying:
                 self._applications.delete()
         except Exception as error:  # noqa: BLE001 - a lost cluster must not keep the service from ending
-            _LOG.warning("anyaccel: replicas may remain in the cluster: %r", error)
+            _LOG.warning("anyaccel: some replicas may still be running in the cluster: %r", error)
         self._inbox.put(EOFError)
 
     def describe_end(self) -> str:
@@ -154,7 +154,7 @@ class ReplicaPool:
         try:
             outcome = self._generate(task)
         except Exception as error:  # noqa: BLE001 - a job must end even if this code has a bug
-            _LOG.exception("anyaccel: cannot generate an image")
+            _LOG.exception("anyaccel: failed to generate an image")
             outcome = JobFailed(task.job.name, "internal_error", f"{type(error).__name__}: {error}", 500)
         job = task.job
         with self._lock:
@@ -191,7 +191,7 @@ class ReplicaPool:
             self._report_loss(replica, outcome.reason)
             task.deaths += 1
             if task.deaths >= _MAX_DEATHS:
-                message = f"{task.deaths} replicas died while they generated this image"
+                message = f"{task.deaths} replicas died while generating this image"
                 return JobFailed(task.job.name, "worker_died", message, 500)
         return None
 

@@ -246,7 +246,7 @@ class _ChunkRun:
         if self.placement.shared:
             raise NotFiniteError(
                 f"the image contains NaN or Inf: {non_finite[0]} produced them on {self.placement.plan.device}",
-                hint="other calls are using the model; a call without concurrent ones is retried in float32",
+                hint="run one call at a time: float32 retries are disabled while other calls use the model",
             )
         with find_first_non_finite(self.components) as failures:
             self._run_once()

@@ -85,19 +85,19 @@ class _CfgSplit:
             return whole
         if self.required:
             raise UsageError(
-                f"parallel='cfg' changes the result: the halves of a batch differ from the whole batch: {reason}",
+                f"parallel='cfg' would change the result: the halves of a batch differ from the whole batch ({reason})",
                 hint="load the pipeline again and omit parallel",
             )
         self.disabled = True
-        _LOG.warning("anyaccel: guidance is not split, and each rank runs whole batches: %s", reason)
+        _LOG.warning("anyaccel: guidance is not split across ranks, each rank runs the whole batch: %s", reason)
         return whole
 
     def _warn_unsplit(self, rows: int) -> None:
         if not self.warned and not self.disabled:
             self.warned = True
             _LOG.warning(
-                "anyaccel: parallel='cfg' cannot split a batch of %d: guidance is off, or the pipeline runs its halves "
-                "one after the other; both ranks do the same work",
+                "anyaccel: parallel='cfg' cannot split a batch of %d: guidance is off, or the pipeline runs both "
+                "halves one after the other; both ranks do the same work",
                 rows,
             )
 

@@ -138,7 +138,7 @@ def check_splits(pipe: Any, split: Split | None) -> None:
         before = vars(model).get(_SPLIT_ATTRIBUTE)
         if before is not None and before != split:
             raise UsageError(
-                f"{name} is already split with parallel='{before}', which cannot be changed to {split or 'no split'}",
+                f"{name} is already split with parallel='{before}', and the split cannot be changed",
                 hint="load the pipeline again",
             )
 
@@ -218,6 +218,4 @@ def run_split(pipe: Any, split: Split | None, run: Callable[[], T]) -> T:
     try:
         return run()
     except AssertionError as error:
-        raise UsageError(
-            f"parallel='{split}': a sequence is too short for the number of ranks: {error}", hint="use fewer ranks"
-        ) from error
+        raise UsageError(f"a sequence is too short for parallel='{split}': {error}", hint="use fewer ranks") from error

@@ -114,7 +114,7 @@ def make_lost_change_error(name: str) -> UsageError:
     return UsageError(
         f"the weights of {name} were changed while they were offloaded, and the change is lost",
         hint='restore them with pipe.to("cpu", memory="resident"), change them there, then place the pipeline again; '
-        "load adapters through the pipeline, and first delete one that was added to the model directly",
+        "delete any adapter that was added to the model directly, and load it through the pipeline",
     )
 
 

@@ -48,7 +48,7 @@ def compile_components(
     placement.cache_dir = None if cache_dir is None else str(Path(cache_dir).expanduser().absolute())
     if placement.cache_dir and not rule.cache_variable:
         raise UsageError(
-            f"the compile cache directory of {placement.plan.title} cannot be set", hint="remove the argument cache_dir"
+            f"{placement.plan.title} does not support a custom compile cache directory", hint="omit cache_dir"
         )
     fullgraph = rule.fullgraph if fullgraph is None else fullgraph
     with _restore_env(rule.cache_variable):

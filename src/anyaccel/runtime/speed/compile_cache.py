@@ -96,7 +96,7 @@ def load_payload(key: dict[str, str]) -> bytes | None:
     entry, payload = _parse(path, content)
     if not entry.fault:
         return payload
-    _LOG.warning("anyaccel: compiling again, because the cache entry %s is damaged: %s", path, entry.fault)
+    _LOG.warning("anyaccel: compiling again, because the cache entry %s is corrupted: %s", path, entry.fault)
     remove_payload(key)
     return None
 
@@ -200,7 +200,7 @@ def import_entries(path: Path) -> tuple[int, int, list[str]]:
     except (tarfile.TarError, EOFError, OSError) as error:
         raise UsageError(
             f"{path} is not a valid cache archive: {error}",
-            hint="use a file written by `anyaccel cache export` of this version",
+            hint="export it again with `anyaccel cache export` of this version",
         ) from error
     imported, existing, rejected = 0, 0, []
     for name, content in contents.items():

@@ -75,7 +75,7 @@ class CompiledForward:
             # Run eagerly first: if that raises too, the error is the model's own and the compiled code stays.
             output = _run_eagerly(module, forward, args, kwargs)
             self._fall_back(module, summarize_error(error))
-            _LOG.warning("anyaccel: compiling %s failed, it now runs eagerly: %s", self.name, self.failure)
+            _LOG.warning("anyaccel: failed to compile %s, running it eagerly: %s", self.name, self.failure)
             return output
 
     def _fall_back(self, module: torch.nn.Module, reason: str) -> None:

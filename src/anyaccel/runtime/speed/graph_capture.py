@@ -193,7 +193,7 @@ class GraphCapture:
         try:
             shape.output, shape.replay = self.recorder.record(lambda: _run(forward, spec, leaves, shape.inputs))
             if not all(isinstance(leaf, (torch.Tensor, *_PLAIN_TYPES)) for leaf in tree_flatten(eager)[0]):
-                raise RuntimeError("its output may contain tensors inside an unknown type")
+                raise RuntimeError("the output has an unknown type that may contain tensors")
             if not _is_close(self._replay(shape, tensors), eager, self.recorder.tolerance):
                 raise RuntimeError("the replay does not match the eager result")
             captured = True

@@ -85,7 +85,7 @@ def check_not_quantized(pipe: Any, operation: str) -> None:
     for name, model in find_models(pipe).items():
         if is_quantized(model):
             raise UsageError(
-                f"{operation} needs the original weights of {name}, but speed= quantized them to "
+                f"{operation} requires the original weights of {name}, but speed= quantized them to "
                 f"{vars(model)[_QUANTIZED_ATTRIBUTE]}",
                 hint="load the pipeline again and do this before the first call with speed=",
             )

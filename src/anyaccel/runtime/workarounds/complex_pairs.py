@@ -63,8 +63,8 @@ class ComplexPair(Tensor):
             return special(func, args, kwargs)
         if func.overloadpacket not in _PARTWISE:
             raise LimitError(
-                f"the device has no complex dtypes, and {func.overloadpacket} is not implemented for complex pairs",
-                hint="run the model on another device, and report which model needs this operation",
+                f"the device has no complex dtypes, and {func.overloadpacket} has no real-valued replacement",
+                hint="run the model on a different device, and report which model needs this operation",
             )
         return _apply_to_parts(func, args, kwargs)
 

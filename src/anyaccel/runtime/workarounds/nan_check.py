@@ -117,7 +117,7 @@ def warn_safety_checker(result: Any) -> None:
     if isinstance(flags, list) and any(flags):
         vars(result)["blackened"] = [bool(flag) for flag in flags]
         _LOG.warning(
-            "the safety checker replaced %d of %d images with black ones; this is not a device error",
+            "the safety checker replaced %d of %d images with black images; this is not a device error",
             sum(flags),
             len(flags),
         )

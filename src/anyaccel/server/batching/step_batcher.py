@@ -261,7 +261,7 @@ class BatchedForward:
                 args, kwargs = join_args(calls)
                 results = split_result(self.run(*args, **kwargs), [call.rows for call in calls])
         except Exception as error:  # noqa: BLE001 - the model then runs without batching
-            _LOG.debug("anyaccel: calls of %s are not batched: %r", type(self.module).__name__, error)
+            _LOG.debug("anyaccel: calls to %s are not batched: %r", type(self.module).__name__, error)
             return False
         return all(results_match(batched, unbatched) for batched, unbatched in zip(results, expected, strict=True))
 

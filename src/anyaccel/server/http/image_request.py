@@ -143,7 +143,9 @@ def _check_strength(values: dict[str, Any], parameters: Sequence[str]) -> None:
         values["strength"] = 1.0
     elif strength is not None and steps * strength < 1:
         minimum = math.ceil(1 / strength)
-        message = f"{steps} steps with strength {strength} run no step: use at least {minimum} steps"
+        message = (
+            f"no denoising step would run with {steps} steps and strength {strength}; use at least {minimum} steps"
+        )
         raise ApiError(400, "invalid_value", message, param="strength")
 
 
@@ -190,7 +192,7 @@ def _find_size(
             raise ApiError(400, "invalid_size", f"{error.message}: {error.hint}", param="size") from error
     if width * height > limits.max_pixels:
         side = math.isqrt(limits.max_pixels)
-        message = f"{width}x{height} exceeds the limit of {limits.max_pixels} pixels, for example {side}x{side}"
+        message = f"{width}x{height} exceeds the limit of {limits.max_pixels} pixels (for example {side}x{side})"
         raise ApiError(400, "invalid_size", message, param="size")
     if width % facts.multiple or height % facts.multiple:
         message = f"width and height must be multiples of {facts.multiple} for {facts.name}, not {width}x{height}"

@@ -103,7 +103,7 @@ class Service:
             raise ApiError(
                 429,
                 "queue_full",
-                f"the queue is full with {self.settings.limits.max_queue} requests; try again in {wait} s",
+                f"the queue is full ({self.settings.limits.max_queue} requests); try again in {wait} s",
                 headers={"Retry-After": str(wait)},
             ) from error
         except (OSError, sqlite3.Error) as error:
@@ -143,7 +143,7 @@ class Service:
                             yield event
                         return
                     if self.ended:
-                        message = f"the service is shutting down; {job.id} continues at its next start"
+                        message = f"the service is shutting down; {job.id} will continue after a restart"
                         raise ApiError(503, "ending", message, headers={**NO_RETRY, "anyaccel-job": job.id})
                     while True:
                         next_event = await _first(events.next(_KEEP_ALIVE_S), disconnect)

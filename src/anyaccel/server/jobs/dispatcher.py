@@ -234,7 +234,7 @@ class Dispatcher:
             try:
                 self._clean_up() if clean_up_due else self._cancel_overdue_jobs()
             except Exception:  # noqa: BLE001 - a full disk must not stop the worker; the next pass retries
-                _LOG.exception("anyaccel: cannot clean up jobs")
+                _LOG.exception("anyaccel: failed to clean up jobs")
         return was_ready
 
     def _handle_safely(self, message: Any) -> None:
@@ -242,7 +242,7 @@ class Dispatcher:
         try:
             self._handle(message)
         except Exception:  # noqa: BLE001 - one bad message must not stop the service
-            _LOG.exception("anyaccel: cannot handle %s", type(message).__name__)
+            _LOG.exception("anyaccel: failed to handle %s", type(message).__name__)
             if isinstance(message, ImageDone | JobFailed | JobStopped):
                 self._unrecorded.add(message.job)  # `_clean_up` marks the job as failed
 
@@ -269,7 +269,7 @@ class Dispatcher:
             self._requeue(count_attempt=False)
             return
         if was_ready:
-            _LOG.error("anyaccel: the worker ended %s; restarting it", transport.describe_end())
+            _LOG.error("anyaccel: the worker exited %s; restarting it", transport.describe_end())
             self.metrics.worker_ends.labels("death").inc()
         self._requeue()
 
@@ -298,7 +298,7 @@ class Dispatcher:
         elif isinstance(message, NotReady):
             self.start_state = StartState(message=message.message)
         elif isinstance(message, WorkerLost):
-            _LOG.error("anyaccel: worker %s ended: %s", message.worker, message.message)
+            _LOG.error("anyaccel: worker %s exited: %s", message.worker, message.message)
             self.metrics.worker_ends.labels("death").inc()
         else:
             with self.lock:
@@ -343,7 +343,7 @@ class Dispatcher:
         try:
             job = self.jobs.finish(dispatched.job.id, files, {"images": image_records})
         except (OSError, sqlite3.Error):
-            _LOG.exception("anyaccel: cannot store the result of %s", dispatched.job.id)
+            _LOG.exception("anyaccel: failed to store the result of %s", dispatched.job.id)
             job = self._fail(dispatched.job.id, "storage", "cannot store the result; the disk may be full", 500)
         self._end(job)
 

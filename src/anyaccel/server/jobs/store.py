@@ -98,7 +98,7 @@ class JobStore:
             (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)  # images have prompts in their metadata
         self._lock = threading.RLock()
         self._file_lock = lock_file(
-            folder / "lock", f"another service uses {folder}", "give each service its own --data folder"
+            folder / "lock", f"another service is using {folder}", "give each service its own --data folder"
         )
         try:
             self._database = _open_database(folder / "jobs.sqlite")
@@ -230,7 +230,7 @@ class JobStore:
         """Delete a job and its files; raise if the job has not ended."""
         with self._writing():
             if self._get(job_id).state not in ENDED:
-                raise UsageError(f"{job_id} has not ended", hint="cancel it first")
+                raise UsageError(f"{job_id} has not finished", hint="cancel it first")
             self._database.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
         shutil.rmtree(self._folder_of(job_id), ignore_errors=True)
 
@@ -397,7 +397,8 @@ def _open_database(file: Path) -> sqlite3.Connection:
         )
         if tables and version != _VERSION:
             raise UsageError(
-                f"{file} was written by another version of anyaccel", hint="use another --data folder or move the file"
+                f"{file} was written by a different version of anyaccel",
+                hint="pass a different folder to --data, or move the file",
             )
         database.executescript(_SCHEMA)
         database.execute(f"PRAGMA user_version = {_VERSION}")
@@ -405,7 +406,7 @@ def _open_database(file: Path) -> sqlite3.Connection:
         database.close()
         raise UsageError(
             f"cannot read {file}: {error}",
-            hint="use another --data folder or move the file; the images are in `results` next to it",
+            hint="pass a different folder to --data, or move the file; the images are in `results` next to it",
         ) from error
     except UsageError:
         database.close()

@@ -160,7 +160,7 @@ class ServedModel:
                 reason = "out of memory"
                 # The frames of the traceback reference the call's tensors, and the exclusive run needs their memory.
                 clear_traceback_frames(error)
-        _LOG.warning("anyaccel: running a call of %s again without batching: %s", self.name, reason)
+        _LOG.warning("anyaccel: rerunning a call to %s without batching: %s", self.name, reason)
         observer.restart()
         return None
 
@@ -186,7 +186,7 @@ class ServedModel:
                 apply_rule(pipe, placement, placement.weights_rule)
             self._warm_up()
         except Exception as error:  # noqa: BLE001 - the model still works, one call at a time
-            _LOG.warning("anyaccel: calls of %s are no longer batched: %r", self.name, error)
+            _LOG.warning("anyaccel: calls to %s are no longer batched: %r", self.name, error)
             self.close()
             self._set_concurrency(1)
 
