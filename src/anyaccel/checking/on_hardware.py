@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from anyaccel.backends.device import find_device, open_device, read_device
-from anyaccel.checking.call_recording import Comparison, comparing, recording
+from anyaccel.checking.model_call_comparison import Comparison, comparing, recording
 from anyaccel.checking.target import read_target
 from anyaccel.errors import AnyaccelError
 from anyaccel.generation.image_difference import measure_difference, measure_psnr

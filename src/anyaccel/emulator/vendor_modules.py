@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anyaccel.emulator.ascend_kernels import ASCEND_KERNELS
 from anyaccel.emulator.streams import make_stream_classes
+from anyaccel.emulator.torch_npu_functions import ASCEND_KERNELS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from anyaccel.backends.cpu_half_precision_speed import measure_half_precision
 from anyaccel.backends.device_functions import dtype_name
-from anyaccel.backends.half_precision_probe import measure_half_precision
 from anyaccel.backends.registry import load_registry
 from anyaccel.call_limits import check_batch, check_multiple, check_side
 from anyaccel.errors import AnyaccelError, ModelError

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from anyaccel.backends.cpu_half_precision_speed import measure_half_precision
 from anyaccel.backends.device import OpenDevice, find_device
-from anyaccel.backends.half_precision_probe import measure_half_precision
 from anyaccel.generation.model_name import ResolvedModel, find_revision
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import HALF_PRECISIONS, choose_dtype

@@ -15,7 +15,7 @@ from anyaccel.generation.call_validation import pick_images
 from anyaccel.progress import StoppedError
 from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import DiffusionPipeline
-from anyaccel.server.batching.model_lock import AdapterLock
+from anyaccel.server.batching.adapter_lock import AdapterLock
 from anyaccel.server.settings import ServedName, ServerSettings
 from anyaccel.server.worker.denoise_progress import StepObserver
 from anyaccel.server.worker.job_spec import JobSpec

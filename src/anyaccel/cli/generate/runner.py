@@ -22,7 +22,7 @@ from anyaccel.progress import ProgressListener
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from anyaccel.cli.generate.tasks import GenerateTask
+    from anyaccel.cli.generate.generation_requests import GenerateTask
     from anyaccel.generation.image import GeneratedImage
     from anyaccel.generation.model_cache import LoadedModel
     from anyaccel.generation.output_files import Destination
@@ -98,7 +98,7 @@ class GenerateRun(ProgressListener):
             )
         self.display.start_phase("Starting")
         with gc_paused():
-            from anyaccel.cli.generate.tasks import make_tasks
+            from anyaccel.cli.generate.generation_requests import make_tasks
 
             tasks = make_tasks(options, prompts, originals)
         for task in tasks:

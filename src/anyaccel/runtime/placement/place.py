@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from anyaccel.backends.cpu_half_precision_speed import measure_half_precision
 from anyaccel.backends.device import OpenDevice, find_device, open_device, read_device
 from anyaccel.backends.device import sheet as find_sheet
 from anyaccel.backends.device_functions import dtype_name
 from anyaccel.backends.device_spec import AUTO
-from anyaccel.backends.half_precision_probe import measure_half_precision
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import DoesNotFitError, UsageError, first_line
