@@ -38,7 +38,7 @@ class _Variant:
         return self.receive()
 
     def receive(self) -> dict[str, Any]:
-        """Return the worker's next answer; if it contains an `error`, store it as the variant's row."""
+        """Return the worker's next answer; an answer that contains an `error` becomes the variant's row."""
         try:
             answer: dict[str, Any] = self.worker.receive()
         except EOFError:

@@ -42,7 +42,7 @@ class BenchCase:
     """Lower bound of the time, computed from the FLOPs and the peak rate of the device."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the case as JSON-serializable data."""
+        """Return the case as a JSON-serializable dict."""
         return asdict(self)
 
     @classmethod

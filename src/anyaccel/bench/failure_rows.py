@@ -30,7 +30,7 @@ def make_failure_row(variant: str, error: Exception) -> dict[str, Any]:
 
 
 def make_exit_row(variant: str, status: int | None, log: str) -> dict[str, Any]:
-    """Return the result row for a variant that exited without an answer."""
+    """Return the result row for a variant whose process exited without an answer."""
     lines = [line for line in log.splitlines() if line.strip()]
     if status is not None and status < 0:
         cause, hint = (

@@ -114,7 +114,7 @@ def _read_compile_times() -> dict[str, float]:
 
 
 def main() -> None:
-    """Read a job, then run one command per line; report an error to the parent process and exit."""
+    """Read a job, then run one command per line; on an error, report it to the parent process and exit."""
     with connecting_to_parent() as (requests, answer):
         job = next(requests)
         try:

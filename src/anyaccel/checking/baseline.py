@@ -18,7 +18,7 @@ FindingKey = tuple[str, str, str, str]
 
 
 def read_baseline(path: str) -> Counter[FindingKey]:
-    """Read the JSON report at `path` and return how often each finding occurs in it."""
+    """Read the JSON report at `path` and return the number of occurrences of each finding."""
     try:
         devices = json.loads(Path(path).read_text(encoding="utf-8"))["devices"]
         return Counter(_make_key(name, entry) for name, device in devices.items() for entry in device["violations"])

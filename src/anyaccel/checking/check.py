@@ -1,4 +1,4 @@
-"""`anyaccel.check`: whether a pipeline is portable, and which lines of code are not."""
+"""`anyaccel.check`: reports whether a pipeline is portable, and which lines of code are not."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def as_github(report: Report) -> Iterator[str]:
-    """Yield one workflow command per line of code, which GitHub shows as an annotation."""
+    """Yield one workflow command per line of code, which GitHub displays as an annotation."""
     for device, violation in _unique_lines(report):
         message = f"{_label(device)}: {violation.says}"
         if violation.hint:
@@ -44,7 +44,7 @@ def _failures(report: Report) -> Iterator[tuple[DeviceReport, str]]:
 
 
 def _unique_lines(report: Report) -> Iterator[tuple[DeviceReport, Violation]]:
-    """Yield each line of code once per device and limit, even if several operations on it hit the limit."""
+    """Yield each line of code once per device and limit, even if multiple operations on it hit the limit."""
     for device in report.devices.values():
         seen = set()
         for violation in device.violations:

@@ -1,7 +1,7 @@
-"""Checks in a new process, for callers in which torch already runs threads.
+"""Checks in a new process, for callers in which torch has already started threads.
 
-A fork of such a process can deadlock, because the child has no copy of the OpenMP threads that it waits for:
-https://github.com/pytorch/pytorch/issues/17199 (seen in torch 2.13).
+A fork of such a process can deadlock, because the OpenMP threads that the child waits for do not exist in it:
+https://github.com/pytorch/pytorch/issues/17199 (observed with torch 2.13).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CheckTask:
 
 
 def can_fork() -> bool:
-    """Return whether this process can be forked: torch is not imported yet, or uses one thread."""
+    """Return whether it is safe to fork this process: torch is not imported yet, or uses a single thread."""
     # Not imported here: a process without torch has no OpenMP threads, and the import takes seconds.
     torch = sys.modules.get("torch")
     return torch is None or torch.get_num_threads() == 1

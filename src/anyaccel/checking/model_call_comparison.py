@@ -31,7 +31,7 @@ class RecordedCall:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One model call on the device, compared with the recorded call on the CPU."""
+    """Comparison of one model call on the device with the recorded call on the CPU."""
 
     name: str
     index: int

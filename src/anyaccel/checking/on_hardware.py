@@ -1,4 +1,4 @@
-"""`anyaccel check MODEL --real`: compare a model on a device with the CPU, per component and per call."""
+"""`anyaccel check MODEL --real`: compares a model on a device with the CPU, per component and per call."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class HardwareReport:
         return self.max_difference is not None and not any(component.wrong for component in self.components)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain values for JSON."""
+        """Return the report as a JSON-serializable dict."""
         # The keys are the format of `--json` and differ from the attribute names.
         keys = {"target": "subject", "tolerance": "allowed", "components": "parts"}
         component_keys = {"isolated_error": "alone", "accumulated_error": "along"}
@@ -69,7 +69,7 @@ class HardwareReport:
         return document | {"right": self.right}
 
     def to_json(self) -> str:
-        """Return the report as JSON text."""
+        """Return the report as a JSON string."""
         return json.dumps(self.as_dict(), indent=2)
 
 

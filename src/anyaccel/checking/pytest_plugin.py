@@ -101,7 +101,7 @@ def _activate(config: pytest.Config, name: str, **options: Any) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker."""
+    """Register the `accelerator` marker."""
     marker = "accelerator(*names, strict=False, count=1, memory=None): run the test once per virtual accelerator"
     config.addinivalue_line("markers", marker)
 
@@ -115,7 +115,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize a marked test over its devices."""
+    """Parametrize a marked test with its devices."""
     marker = metafunc.definition.get_closest_marker(_MARKER)
     if marker is None:
         return

@@ -1,4 +1,4 @@
-"""Result of a check as data: one report per device, one violation per line of code and limit."""
+"""Result of a check as data: one report per device, and one violation per line of code and limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Violation:
-    """Line of code that hits a limit of the device."""
+    """Line of code that hits a device limit."""
 
     limit: str
     """Name on the sheet: `dtypes.float64`."""
@@ -110,7 +110,7 @@ class DeviceReport:
         return tuple(violation for violation in self.violations if violation.effect == effect)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain values for JSON."""
+        """Return the report as a JSON-serializable dict."""
         # Properties are not fields, so `asdict` leaves them out.
         verdicts = {"runs": self.runs, "right": self.is_right, "passes": self.passes, "state": self.state}
         return asdict(self) | verdicts
@@ -132,7 +132,7 @@ class Report:
         return all(device.passes for device in self.devices.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain values for JSON."""
+        """Return the report as a JSON-serializable dict."""
         return {
             "subject": self.target,
             "pipeline": self.pipeline,
@@ -142,7 +142,7 @@ class Report:
         }
 
     def to_json(self) -> str:
-        """Return the report as JSON text."""
+        """Return the report as a JSON string."""
         return json.dumps(self.as_dict(), indent=2)
 
     def __str__(self) -> str:

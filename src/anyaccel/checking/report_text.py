@@ -1,4 +1,4 @@
-"""A check report as text for a terminal."""
+"""Check report as text for the terminal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def describe_report(report: Report, width: int | None = None) -> Iterator[str]:
 
 
 def describe_verdict(report: DeviceReport) -> str:
-    """Return the verdict in a few words: `passes`, `would fail: 4 errors`."""
+    """Return a short verdict: `passes`, `would fail: 4 errors`."""
     if not report.finished:
         return f"would fail: {report.error}"
     if not report.runs:

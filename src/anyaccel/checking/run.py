@@ -53,7 +53,7 @@ def run_on_devices(
 ) -> list[DeviceReport]:
     """Check one pipeline on virtual devices and return the reports in the order of `devices`.
 
-    `on_report` is called with each report when it is finished.
+    `on_report` is called with each report as soon as it is complete.
     """
     from anyaccel.processes.forked_call import forking_threads
 
@@ -172,7 +172,7 @@ def _average_per_step(by_step: dict[int | None, int]) -> float:
 
 
 def _is_ours(row: LedgerRow) -> bool:
-    """Return whether the line belongs to anyaccel, for example the copy of the finished image to the CPU."""
+    """Return whether the line belongs to anyaccel, such as the copy of the final image to the CPU."""
     return Path(row.file).is_absolute() and Path(row.file).is_relative_to(_PACKAGE)
 
 

@@ -35,7 +35,8 @@ class DeviceSlots:
 def find_device_slots(device: str) -> DeviceSlots:
     """Find the devices on this machine.
 
-    Detection usually runs in a short-lived process, because some devices belong to the first process that opens them.
+    Detection usually runs in a short-lived process, because some devices can be used only by the first process
+    that opens them.
     """
     from anyaccel.backends.device import read_device, sheet
     from anyaccel.backends.device_spec import AUTO
@@ -134,7 +135,7 @@ def _format_count(slots: DeviceSlots) -> str:
 
 
 def claim_device(name: str) -> tuple[str, IO[bytes]]:
-    """Lock a `name` device that no other worker on this machine uses; return its name with index, and the lock.
+    """Lock an unused device of type `name` on this machine; return its name, including the index, and the lock.
 
     Ray counts custom resources but does not assign device indices to them.
     """

@@ -1,6 +1,6 @@
-"""Connection to a Ray cluster, and the number of devices in it.
+"""Connection to a Ray cluster, and its device count.
 
-Ray is an optional dependency, so it is imported only on connecting to a cluster.
+Ray is an optional dependency, so it is imported only when connecting to a cluster.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def resources_for(sheet: Sheet, virtual: bool) -> dict[str, Any]:
 
 
 def count_slots(sheet: Sheet, virtual: bool) -> int:
-    """Count the cluster's slots for a device: one per real device or CPU core, four virtual devices per core."""
+    """Count the cluster's slots for a device: one per real device or CPU core, four per core if it is virtual."""
     name, amount = _ray_resource(sheet, virtual)
     # Per node, since one worker cannot use the remainders of two machines.
     nodes = [node["Resources"] for node in import_ray().nodes() if node["Alive"]]
@@ -118,7 +118,7 @@ def check_slots(sheet: Sheet, virtual: bool, requested: int) -> None:
 
 
 def _ray_resource(sheet: Sheet, virtual: bool) -> tuple[str, float]:
-    """Return the name of the Ray resource for a device, and the amount that one worker needs."""
+    """Return the Ray resource name for a device, and the amount that one worker needs."""
     return ("CPU", _VIRTUAL_DEVICE_CPUS) if virtual else (sheet.ray_resource or sheet.name, 1)
 
 

@@ -92,7 +92,7 @@ def run_ranks(command: Sequence[str], ranks: int, options: Mapping[str, Any]) ->
 
 
 def _wait(ray: Any, pending: dict[Any, int]) -> list[RankResult]:
-    """Wait for all ranks and return their results, but stop at the first rank that fails.
+    """Wait for all ranks and return their results, but stop as soon as one rank fails.
 
     The remaining ranks would wait for the failed one forever.
     """

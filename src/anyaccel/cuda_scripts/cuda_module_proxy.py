@@ -67,7 +67,7 @@ class CudaModuleProxy:
 
     @property
     def nvtx(self) -> Any:
-        """NVTX markers for NVIDIA's profiler. They are ignored, because they do not affect results."""
+        """NVTX markers for NVIDIA's profiler. They are ignored, because they do not affect the results."""
         self._migration.note("NVTX markers are ignored: they are only for NVIDIA's profiler")
         nothing = self._do_nothing
         return SimpleNamespace(range_push=nothing, range_pop=nothing, mark=nothing, range=lambda *a, **k: nullcontext())
@@ -119,7 +119,7 @@ class CudaModuleProxy:
         self._driver.synchronize(self._index(device))
 
     def empty_cache(self) -> None:
-        """Release cached memory."""
+        """Release the cached memory."""
         self._driver.empty_cache()
 
     def get_device_name(self, device: Any = None) -> str:
@@ -132,7 +132,7 @@ class CudaModuleProxy:
         return (0, 0)
 
     def get_device_properties(self, device: Any = None) -> Any:
-        """Return the properties that scripts read."""
+        """Return the device properties that scripts read."""
         major, minor = self.get_device_capability()
         total = self._read(lambda: self._driver.memory(self._index(device)).total_bytes)
         name = self.get_device_name(device)
@@ -217,7 +217,7 @@ class CudaModuleProxy:
         }
 
     def memory_summary(self, device: Any = None, abbreviated: bool = False) -> str:
-        """Return the memory in use and its peak as text."""
+        """Return the current and peak memory use as text."""
         used, peak = self.memory_allocated(device), self.max_memory_allocated(device)
         return f"{self._migration.title}: {used} bytes in use, peak {peak}"
 

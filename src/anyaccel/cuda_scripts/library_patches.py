@@ -76,7 +76,7 @@ class _PatchOnImport(importlib.abc.MetaPathFinder):
 
 
 def _replace_method(cls: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace a method with `make(method)`, if the class itself defines it."""
+    """Replace a method with `make(method)` if the class itself defines it."""
     # vars, not getattr: an inherited method is patched on the class that defines it.
     before = vars(cls).get(name)
     if before is None:
@@ -270,7 +270,7 @@ def _patch_group_offload(before: Callable[..., Any], migration: Migration) -> Ca
 
 
 def _patch_pipeline_loading(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """Make `from_pretrained(…, device_map="cuda")` load to the CPU and place the pipeline."""
+    """Make `from_pretrained(…, device_map="cuda")` load to the CPU, then place the pipeline."""
 
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         device = _pop_device_map(kwargs, migration)

@@ -1,6 +1,6 @@
 """Mapping of `cuda` in a script to the actual device, with a record of every line that used it.
 
-All patches use one `Migration`, so every mapped line appears in the summary.
+All patches share one `Migration`, so that every mapped line appears in the summary.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DEVICE_AWARE = frozenset(
 
 @dataclass(frozen=True, order=True)
 class ScriptLine:
-    """A line of a script, or of a module next to it."""
+    """A line in a script or in a module next to it."""
 
     file: str
     line: int
@@ -78,7 +78,7 @@ class Migration:
 
     @property
     def is_native(self) -> bool:
-        """Whether the device is a CUDA device, so nothing needs to be mapped."""
+        """Whether the device is a CUDA device, in which case nothing needs to be mapped."""
         return is_on(self.device, self.source_type)
 
     @property

@@ -105,7 +105,7 @@ class ScriptFunctionMode(PipelineFunctionMode):
 
 
 def install_function_mode(migration: Migration) -> ScriptFunctionMode:
-    """Enter the mode in this thread, and in every thread that is started from now on."""
+    """Enter the mode in this thread and in every thread started from now on."""
     mode = make_pipeline_function_mode(migration.make_plan(), migration.device)
     for name in _BUILDERS:
         apply_patch(f"torch.{name}", lambda build: _translate_builder(build, migration), "scripts")

@@ -19,7 +19,7 @@ _GENERIC_BACKENDS = ("inductor", "cudagraphs", None)
 
 
 def install_torch_patches(migration: Migration) -> None:
-    """Apply the patches; they stay until the process ends."""
+    """Apply the patches, which remain in effect until the process ends."""
     apply_patch("torch.Generator", lambda original: _use_cpu_generator(original, migration), "scripts")
     _translate_first_argument("torch.amp.autocast_mode.autocast", "device_type", migration)
     _translate_first_argument("torch.amp.grad_scaler.GradScaler", "device", migration)
@@ -73,7 +73,7 @@ def _translate_map_location(load: Any, migration: Migration) -> Any:
 
 
 def _choose_backend(original: Any, migration: Migration) -> Any:
-    """Make `torch.compile` use the device's own compiler, according to its sheet."""
+    """Make `torch.compile` use the device's own compiler backend, according to its sheet."""
     rule = migration.make_plan().compiler.value
 
     @functools.wraps(original)

@@ -19,7 +19,7 @@ __all__ = ["VirtualAccelerator"]
 
 @dataclass
 class VirtualAccelerator:
-    """One virtual accelerator: its sheet, its devices, their memory, and the ledger of limits that a program hit."""
+    """A virtual accelerator: its sheet, its devices, their memory, and the ledger of limits that a program hit."""
 
     sheet: Sheet
     count: int = 1
@@ -54,11 +54,11 @@ class VirtualAccelerator:
         return self.sheet.torch_name
 
     def device(self, index: int | None = None) -> torch.device:
-        """Return the device with this index, or the current device."""
+        """Return the device with the given index, or the current device if it is None."""
         return torch.device(self.name, self.current_index if index is None else index)
 
     def check_index(self, index: int) -> int:
-        """Return the index, or raise the error torch raises for an index out of range."""
+        """Return the index, or raise the error that torch raises if it is out of range."""
         if not 0 <= index < self.count:
             raise RuntimeError(f"{self.name}:{index}: invalid device ordinal; the device count is {self.count}")
         return index
@@ -78,7 +78,7 @@ class VirtualAccelerator:
             )
 
     def record_host_read(self, operation: str) -> None:
-        """Count a read from the device to the CPU; record it if the sheet lists it as a limit."""
+        """Count a device-to-CPU read; record it if the sheet lists it as a limit."""
         # Unlike the ledger, this counter also covers devices without the limit.
         self.round_trips += 1
         if self.limits.round_trip is not None:

@@ -47,7 +47,7 @@ def virtual(
 
 
 def start(name: str, count: int = 1, memory: str | int | None = None, strict: bool = False) -> VirtualAccelerator:
-    """Start a virtual accelerator that lasts until the process ends."""
+    """Start a virtual accelerator that remains active until the process ends."""
     spec = DeviceSpec.parse(name, load_registry())
     name = (replace(spec, product=None) if memory is None else spec).require_name()
     memory = spec.product if memory is None else memory

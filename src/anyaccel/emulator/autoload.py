@@ -1,7 +1,7 @@
 """Entry point for torch's device autoloading: `ANYACCEL_VIRTUAL` gives any program a virtual accelerator.
 
-Torch calls it at import (https://docs.pytorch.org/docs/stable/accelerator/autoload.html). Without the
-variable, only the standard library is imported. Errors are printed as one line: an exception would make
+Torch calls it at import (https://docs.pytorch.org/docs/stable/accelerator/autoload.html). If the variable is
+not set, only the standard library is imported. Errors are printed on one line, because an exception would make
 `import torch` fail with a long traceback.
 """
 
@@ -17,7 +17,7 @@ LEDGER_VARIABLE = "ANYACCEL_VIRTUAL_LEDGER"
 
 
 def autoload() -> None:
-    """Start the virtual accelerator that the environment variable names, if it is set."""
+    """Start the virtual accelerator named by the environment variable, if the variable is set."""
     request = os.environ.get(VARIABLE)
     if not request:
         return

@@ -1,7 +1,8 @@
 """The vendor's `torch.distributed` backend on virtual devices, implemented with gloo.
 
-A collective on virtual tensors reaches dispatch like any operation and runs on the inner CPU tensors, which gloo can
-send. The backend is registered under the vendor's name (for example `hccl`), so programs need no change.
+A collective on virtual tensors is dispatched like any other operation and runs on the inner CPU tensors, which
+gloo can send. The backend is registered under the vendor's name (for example, `hccl`), so that programs run
+without changes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def install_collectives(accelerator: VirtualAccelerator) -> None:
 
 
 def _replace_builtin_backend(name: str) -> None:
-    """Replace a backend that torch knows by name but was built without."""
+    """Replace a backend that torch knows by name but was not built with."""
     module = torch.distributed.distributed_c10d
     # A torch built with the backend would use the real one; only a missing backend is replaced.
     if not getattr(module, f"is_{name}_available", lambda: True)():

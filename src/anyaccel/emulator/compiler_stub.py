@@ -44,7 +44,7 @@ COMPILER_VERSION = "1"
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph that torch.compile passed to the compiler."""
+    """A graph that torch.compile passed to the backend."""
 
     digest: str
     inputs: tuple[str, ...]
@@ -143,14 +143,14 @@ def _format_input(value: Any) -> str:
 
 
 def find_artifact_folder(compiler: Compiler) -> Path | None:
-    """Return the cache folder that the vendor's environment variable names, if it is set."""
+    """Return the cache folder named by the vendor's environment variable, if the variable is set."""
     # Gaudi's PT_HPU_RECIPE_CACHE_CONFIG is "folder,delete,size".
     folder = os.environ.get(compiler.cache_variable, "").split(",")[0] if compiler.cache_variable else ""
     return Path(folder) if folder else None
 
 
 def _load_or_write_artifact(compiler: Compiler, digest: str, inputs: tuple[str, ...]) -> bool:
-    """Return whether the graph's artifact exists; write it if it is missing or damaged."""
+    """Return whether the graph's artifact exists; write it if it is missing or corrupted."""
     folder = find_artifact_folder(compiler)
     if folder is None:
         return False
@@ -181,7 +181,7 @@ def _read_artifact(path: Path, digest: str) -> dict[str, Any] | None:
 
 
 def _record_graph_breaks(log: CompileLog) -> None:
-    """Record graph breaks from torch's debug log, the only place that reports them."""
+    """Record graph breaks from torch's debug log, the only place where they are reported."""
 
     class GraphBreakHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

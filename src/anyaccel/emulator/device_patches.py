@@ -138,7 +138,7 @@ def _seed_all_devices(seed_cpu: Callable[[Any], Any], accelerator: VirtualAccele
 
 
 def _replace_data(plain: Any) -> property:
-    """Make `parameter.data = …` replace the inner tensor, or swap tensors if only one is on the device."""
+    """Make `parameter.data = …` replace the inner tensor, or swap the tensors if only one is on the device."""
 
     def write(self: torch.Tensor, value: torch.Tensor) -> None:
         if isinstance(self, VirtualTensor) and isinstance(value, VirtualTensor):

@@ -1,4 +1,4 @@
-"""Dispatch of an operation on virtual tensors: unwrap, run on the CPU, check the limits, wrap."""
+"""Dispatch for operations on virtual tensors: unwrap, run on the CPU, check the limits, wrap."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class _Call:
 
 
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run one operation that has a virtual tensor, or the virtual device, among its arguments."""
+    """Run an operation that has a virtual tensor or the virtual device among its arguments."""
     accelerator = active()
     facts = _FACTS.get(func)
     if facts is None:
@@ -106,7 +106,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _choose_target(accelerator: VirtualAccelerator, call: _Call, kwargs: dict[str, Any]) -> torch.device:
-    """Return the device of the result: the `device` argument, or the device of the arguments."""
+    """Return the result's device: the `device` argument, or the device of the tensor arguments."""
     requested: torch.device | None = kwargs.get("device")
     if requested is not None:
         if requested.type == accelerator.name:
@@ -255,7 +255,7 @@ def _count_scores(accelerator: VirtualAccelerator, args: list[Any], target: torc
 def _read_ignored_input(
     accelerator: VirtualAccelerator, facts: OperationFacts, args: list[Any], kwargs: dict[str, Any], result: Any
 ) -> Any:
-    """Propagate NaN from an input that `beta=0` should ignore, on devices that read it anyway."""
+    """Propagate NaN from an input that `beta=0` should ignore, on devices that read the input anyway."""
     for name, limit in accelerator.limits.operations.get(facts.name, ()):
         if limit.reads_ignored_input and kwargs.get("beta", 1) == 0 and not torch.isfinite(args[0]).all():
             accelerator.hit_limit(name, limit, facts.label)

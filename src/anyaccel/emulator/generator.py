@@ -37,7 +37,7 @@ class VirtualGenerator(PlainGenerator):
 
 
 def find_generator_device(generator: torch.Generator) -> torch.device:
-    """Return the device of a generator, virtual or not."""
+    """Return a generator's device, whether virtual or real."""
     return _DEVICES.get(read_address(generator)) or generator.device
 
 

@@ -54,7 +54,7 @@ class MemoryTracker:
             self._peak[index] = max(self._peak[index], self._used[index] + size)
 
     def used(self, index: int) -> int:
-        """Return the bytes in use on a device."""
+        """Return the number of bytes in use on a device."""
         return self._used[index]
 
     def peak(self, index: int) -> int:

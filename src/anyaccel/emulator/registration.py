@@ -42,9 +42,9 @@ _KEEP_ALIVE: list[object] = []
 
 
 def register_device(name: str, module: ModuleType, undecomposed: Iterable[str] = ()) -> None:
-    """Register a device type with torch: its guard, its module `torch.NAME` and its kernels.
+    """Register a device type with torch: its device guard, its `torch.NAME` module and its kernels.
 
-    Operations in `undecomposed` reach dispatch as called, even if torch would decompose them.
+    Operations in `undecomposed` are dispatched as called, even if torch would decompose them.
     """
     if read_private_use_name() == name:
         raise RealDeviceError(
@@ -70,7 +70,7 @@ def _run_operation(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _register_undecomposed(key: str, names: set[str]) -> torch.library.Library:
-    """Register a kernel for operations that torch would decompose, so they reach dispatch as called."""
+    """Register a kernel for operations that torch would decompose, so that they are dispatched as called."""
     library = torch.library.Library("aten", "IMPL")
     for name in sorted(names):
         packet = getattr(torch.ops.aten, name)
@@ -90,7 +90,7 @@ _LOW_PRECISION = (
 
 
 def _register_autocast(key: str) -> list[torch.library.Library]:
-    """Register `torch.autocast` kernels: matrix products and convolutions are cast, other operations fall through."""
+    """Register `torch.autocast` kernels: matrix products and convolutions are cast; other operations fall through."""
     if has_fallback(f"Autocast{key}"):
         return []
     fallthrough = torch.library.Library("_", "IMPL")
@@ -133,7 +133,7 @@ def _claim_private_use(name: str, module: ModuleType) -> None:
 
 
 def _attach_module(name: str, module: ModuleType) -> None:
-    """Install the module as `torch.NAME`, or copy its functions into torch's own module of that name."""
+    """Install the module as `torch.NAME`, or copy its functions into torch's existing module with that name."""
     existing = getattr(torch, name, None)
     if existing is None:
         register_device_module(name, module)

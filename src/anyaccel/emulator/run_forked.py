@@ -1,7 +1,7 @@
 """Virtual accelerators in forked processes.
 
-A process can have only one virtual accelerator, and a new interpreter needs seconds to import torch. The caller
-imports what it needs once and never starts a virtual device itself; each call forks from it.
+A process can have only one virtual accelerator, and a new interpreter takes seconds to import torch. The caller
+therefore imports what it needs once and never starts a virtual device itself; each call forks the caller.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def run_forked(
     strict: bool = False,
     timeout_s: float = 600.0,
 ) -> T:
-    """Call `function(accelerator)` in a forked process with the virtual device, and return its result."""
+    """Call `function(accelerator)` in a forked process with the virtual device, and return the result."""
 
     def call() -> T:
         with virtual(device, count=count, memory=memory, strict=strict) as accelerator:

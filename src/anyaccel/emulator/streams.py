@@ -19,7 +19,7 @@ class Stream:
         self.device = device
 
     def synchronize(self) -> None:
-        """Wait for the device."""
+        """Wait until all work on the device is complete."""
         self.event.wait_for_device()
 
     def wait_stream(self, other: Any) -> None:
@@ -29,13 +29,13 @@ class Stream:
         """Return immediately, because the event is already complete."""
 
     def record_event(self, event: Any = None) -> Any:
-        """Record an event, by default a new one, and return it."""
+        """Record an event (a new one by default) and return it."""
         event = event or self.event()
         event.record(self)
         return event
 
     def query(self) -> bool:
-        """Return whether the work is complete."""
+        """Return whether all work in the stream is complete."""
         return True
 
     # `torch.NAME.stream(stream)` returns the stream itself, so a stream must be a context manager.
@@ -46,7 +46,7 @@ class Stream:
 
 
 class Event:
-    """A CPU timestamp, taken when the device has completed its work."""
+    """A CPU timestamp, taken when all work on the device is complete."""
 
     wait_for_device: Callable[[], None]
 
@@ -54,7 +54,7 @@ class Event:
         self.time_s = 0.0
 
     def record(self, stream: Any = None) -> None:
-        """Wait for the device and read the clock."""
+        """Wait until all work on the device is complete, then record the time."""
         # Without the wait, `elapsed_time` would measure only how long it takes to enqueue the work.
         type(self).wait_for_device()
         self.time_s = time.perf_counter()
@@ -70,7 +70,7 @@ class Event:
         return True
 
     def elapsed_time(self, other: Event) -> float:
-        """Return the milliseconds from this event to another."""
+        """Return the elapsed time in milliseconds between this event and another."""
         return (other.time_s - self.time_s) * 1000.0  # milliseconds, like torch's events
 
 

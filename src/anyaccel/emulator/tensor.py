@@ -20,12 +20,12 @@ _DISPATCH: list[Callable[[Any, Any, dict[str, Any]], Any]] = []
 
 
 def active() -> VirtualAccelerator:
-    """Return the virtual accelerator of this process."""
+    """Return this process's virtual accelerator."""
     return _ACTIVE[0]
 
 
 def activate(accelerator: VirtualAccelerator, dispatch: Callable[[Any, Any, dict[str, Any]], Any]) -> None:
-    """Set the virtual accelerator of this process and the function that runs operations on its tensors."""
+    """Set this process's virtual accelerator and the function that runs operations on its tensors."""
     _ACTIVE[:] = [accelerator]
     _DISPATCH[:] = [dispatch]
 
@@ -89,7 +89,7 @@ class VirtualTensor(torch.Tensor):
         return self.numpy()
 
     def tolist(self) -> Any:
-        """Return the values as a list; this reads from the device."""
+        """Return the values as a list, which counts as a device-to-CPU read."""
         active().record_host_read("aten::tolist")
         return self._inner.tolist()
 
@@ -117,7 +117,7 @@ class VirtualTensor(torch.Tensor):
         return self._inner.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the storage of the inner tensor; tensors that share memory share it."""
+        """Return the inner tensor's storage, which is the same for tensors that share memory."""
         if is_tracing():  # a tracer expects the wrapper's own storage, which is empty
             return super().untyped_storage()
         return self._inner.untyped_storage()

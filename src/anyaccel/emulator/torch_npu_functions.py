@@ -1,4 +1,4 @@
-"""The `torch_npu` kernels that diffusers calls by name, written with torch operations.
+"""The `torch_npu` kernels that diffusers calls by name, implemented with torch operations.
 
 Documentation: https://hiascend.com/document/detail/zh/Pytorch/60RC3/apiref/apilist/ptaoplist_000445.html
 """
@@ -47,7 +47,7 @@ def npu_rms_norm(
 
 
 def _split_heads(tensor: torch.Tensor, heads: int, layout: str) -> torch.Tensor:
-    """Return the tensor as (batch, heads, sequence, dimension), the layout torch expects."""
+    """Return the tensor as (batch, heads, sequence, dimension), the layout that torch expects."""
     if layout == "BSH":
         return tensor.reshape(*tensor.shape[:-1], heads, -1).transpose(1, 2)
     return tensor.transpose(1, 2) if layout == "BSND" else tensor

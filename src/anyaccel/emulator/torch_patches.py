@@ -245,7 +245,7 @@ def remove_patches(user: str) -> None:
 
 @contextmanager
 def patched(name: str, wrap: Wrap, user: str) -> Iterator[None]:
-    """Apply a patch while the block runs."""
+    """Apply a patch within the with block."""
     apply_patch(name, wrap, user)
     try:
         yield

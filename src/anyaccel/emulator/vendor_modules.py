@@ -191,7 +191,7 @@ def install_package(dotted: str) -> None:
 
 
 def _install(dotted: str, module: ModuleType | None = None) -> None:
-    """Make a module, by default an empty package, importable."""
+    """Make a module importable; the default is an empty package."""
     if dotted in sys.modules:
         return
     package = module or ModuleType(dotted, "Emulated package of a vendor, for a virtual accelerator.")

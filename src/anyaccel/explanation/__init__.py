@@ -1,1 +1,1 @@
-"""`anyaccel.explain`: the plan for a model and whether it fits, without its weights and without the device."""
+"""`anyaccel.explain`: the plan for a model and whether it fits, without the weights or the device."""

@@ -1,4 +1,4 @@
-"""`anyaccel.explain`: the plan and the memory forecast for a model on a device, from its config files only."""
+"""`anyaccel.explain`: the plan and the memory forecast for a model on a device, from config files only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search for the largest image that fits: interpolation between measured sizes, with bisection as the fallback."""
+"""Search for the largest image that fits: interpolation between measured sizes, with bisection as a fallback."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _GUESS_TOLERANCE = 0.1
 
 
 def find_largest_size(need: Callable[[Size], int | None], requested: Size, capacity_bytes: int) -> Size | None:
-    """Return the largest size with the aspect ratio of `requested`, in steps of 128 pixels, that fits, or None.
+    """Return the largest size that fits, with the aspect ratio of `requested`, or None if no size fits.
 
-    `need` returns the bytes that a size requires, or None if the model cannot generate it. `requested` determines where
-    the search starts but not its result.
+    Sizes are tried in steps of 128 pixels. `need` returns the number of bytes that a size requires, or None if the
+    model cannot generate it. `requested` determines where the search starts but does not affect its result.
     """
     measured: dict[int, int] = {}
     # Invariant: `fits` steps fit (0: nothing measured yet) and `too_large` steps do not.

@@ -19,7 +19,7 @@ _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.ckpt", "*.pt", "*.pth", "*.onnx
 
 
 def find_model(model: str | os.PathLike[str], revision: str | None = None) -> ModelFolder:
-    """Read the configs of a model. For a hub id, download the configs and vocabularies but no weights."""
+    """Read the configs of a model. For a Hub ID, download the configs and vocabularies but no weights."""
     text = os.fspath(model)
     if not text.strip():
         raise ModelError("the model name is empty", hint=f"pass a hub id, a folder, or `{NAME}`")
@@ -46,7 +46,7 @@ def find_model(model: str | os.PathLike[str], revision: str | None = None) -> Mo
 
 @functools.cache
 def _download_configs(name: str, revision: str | None) -> Path:
-    """Download the configs and vocabularies of a hub model and return their folder."""
+    """Download a Hub model's configs and vocabularies and return their folder."""
     from huggingface_hub import snapshot_download
 
     try:

@@ -18,9 +18,9 @@ _MIN_WIDTH, _MAX_WIDTH = 60, 120
 
 
 def describe_explanation(plan: Plan, model: str, width: int = 100, *, download_bytes: int | None = None) -> list[str]:
-    """Return the lines to print on a terminal of the given width.
+    """Return the lines to print on a terminal with the given width.
 
-    `download_bytes` is the size of the files that are not on this machine yet, if it is known.
+    `download_bytes` is the total size of the files that are not on this machine yet, if known.
     """
     forecast = plan.forecast
     assert forecast is not None

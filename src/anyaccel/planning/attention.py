@@ -19,7 +19,7 @@ MARGIN = 2
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """Changes to attention calls: when to slice them, and whether to make their inputs contiguous."""
+    """How to change attention calls: when to slice them, and whether to make their inputs contiguous."""
 
     max_scores: int | None = None
     """The largest number of scores (batch × heads × queries × keys) that runs unsliced; None for no limit."""
@@ -29,7 +29,7 @@ class AttentionRule:
     """Whether to call `.contiguous()` on query, key and value first."""
 
     def slices(self, query: tuple[int, ...], keys: int) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
-        """Return the query shape, the key shape and the value width of one slice; None if the call is not sliced."""
+        """Return the query shape, key shape and value width of one slice, or None if the call is not sliced."""
         rows, queries, width = math.prod(query[:-2]), query[-2], query[-1]
         heads = query[-3] if len(query) > 2 else 1
         # Same arithmetic as attend_in_slices() in runtime/workarounds, which flattens batch and heads into rows.

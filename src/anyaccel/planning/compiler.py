@@ -34,7 +34,7 @@ class CompileRule:
 
 
 def choose_compiler(sheet: Sheet) -> Decision[CompileRule]:
-    """Return the compiler named in the sheet; shapes are static unless device and compiler support dynamic ones."""
+    """Return the compiler named in the sheet; shapes are dynamic only if both device and compiler support it."""
     compiler = sheet.compiler
     if not isinstance(compiler, Compiler):
         return Decision(CompileRule(""), compiler.says)

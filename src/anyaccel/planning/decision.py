@@ -30,7 +30,7 @@ def cite(claim: Claim) -> str:
 
 
 def _format(value: object) -> str:
-    """Format a value for printing: `yes`, `dtypes, noise`, `-` for nothing."""
+    """Format a value for printing: `yes`, `dtypes, noise`, or `-` if it is empty."""
     if value is None or value == () or value == "":
         return "-"
     if isinstance(value, bool):

@@ -45,7 +45,7 @@ def choose_dtype(
 
 
 def find_smaller_dtype(sheet: Sheet, chosen: str, options: PlacementOptions) -> str | None:
-    """Return the smaller dtype that the user allows if the pipeline does not fit in memory; None if there is none."""
+    """Return the smaller dtype to use if the pipeline does not fit in memory; None if the user allows none."""
     allowed = options.smallest_dtype
     if allowed is None or _is_rejected(sheet, allowed) or FLOATING_BYTES[allowed] >= FLOATING_BYTES.get(chosen, 2):
         return None
@@ -81,10 +81,10 @@ def _fails(limit: OperationLimit) -> bool:
 def choose_component_dtypes(
     facts: PipelineFacts, chosen: str, requested: str | None
 ) -> Decision[tuple[tuple[str, str], ...]]:
-    """Return the components that keep a dtype other than the pipeline's.
+    """Return the components whose dtype differs from the pipeline's.
 
-    Quantized weights are never cast. A float32 component next to a half-precision denoiser was loaded that way on
-    purpose, and keeps float32.
+    Quantized weights are never cast. A float32 component next to a half-precision denoiser was loaded that way
+    intentionally, and stays in float32.
     """
     quantized = {component.name: component.dtype for component in facts.components if component.quantized}
     wide = {

@@ -1,4 +1,4 @@
-"""Facts about a pipeline that a plan depends on, as plain data."""
+"""Facts about a pipeline that a plan depends on, as plain dataclasses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PipelineFacts:
 
     @property
     def denoiser_dtypes(self) -> frozenset[str]:
-        """The dtypes that the denoisers were loaded in; those of all components if there is no denoiser."""
+        """The dtypes that the denoisers were loaded in, or those of all components if there is no denoiser."""
         # Not the text encoders: transformers loads them in the dtype of their own config, which nobody chose.
         denoisers = [component for component in self.components if component.denoises]
         return frozenset(component.dtype for component in denoisers or self.components)

@@ -1,4 +1,4 @@
-"""The memory footprint of one pipeline call, per model, as plain data."""
+"""Memory footprint of one pipeline call, per model."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Workspace:
 
 
 def _count_padded(shape: Shape) -> int:
-    """Return the element count after padding the channels for half-precision kernels."""
+    """Count the elements of a tensor after padding its channels for half-precision kernels."""
     return math.prod(shape) // shape[1] * -(-shape[1] // _CHANNELS) * _CHANNELS
 
 

@@ -226,7 +226,7 @@ def _sum_weights(footprint: Footprint, names: tuple[str, ...]) -> int:
 def choose_memory(
     measure: Measure, images: int, capacity_bytes: int, rules: Iterable[MemoryRule]
 ) -> tuple[Decision[MemoryRule | None], dict[str, int]]:
-    """Return the first memory settings that fit, or None, with their peaks (for None, the lowest peaks found)."""
+    """Return the first memory settings that fit and their peaks; if none fit, None and the lowest peaks found."""
     candidates = list(rules)
     tried: list[tuple[int, MemoryRule, dict[str, int]]] = []
     for rule in candidates:

@@ -1,4 +1,4 @@
-"""The device that initial noise is drawn on: always the CPU, so a seed gives the same image on every device."""
+"""The device used to draw initial noise: always the CPU, so a seed gives the same image on every device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["choose_noise"]
 
 
 def choose_noise(sheet: Sheet) -> Decision[str]:
-    """Return `cpu`, with the reason for this device."""
+    """Return `cpu`, with the reason that applies to this device."""
     # A generator that the caller passes still draws on its own device, if that device has random numbers.
     if sheet.rng_on_device:
         return Decision(

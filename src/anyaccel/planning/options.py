@@ -84,7 +84,7 @@ def read_options(keywords: dict[str, Any], before: PlacementOptions | None = Non
 
 
 def check_residence(memory: str | None, *, unified_memory: bool) -> None:
-    """Raise for `memory="component"` on a device with unified memory, where offloading to the CPU frees nothing."""
+    """Raise for `memory="component"` on a device with unified memory, where CPU offloading saves nothing."""
     if memory == "component" and unified_memory:
         raise UsageError(
             "memory='component' saves no memory on this device: it shares memory with the CPU, so offloading a model "

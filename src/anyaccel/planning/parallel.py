@@ -1,4 +1,4 @@
-"""Parallel inference: the choice of how to split one model across several devices."""
+"""Parallel inference: how to split one model across several devices."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _choose_split(sheet: Sheet, facts: PipelineFacts, ranks: Ranks) -> Decision[
 
 
 def _find_problem(split: Split, sheet: Sheet, facts: PipelineFacts, ranks: Ranks) -> tuple[str, str] | None:
-    """Return why a split is not possible, with a hint; None if it is possible."""
+    """Return the reason why a split is not possible, with a hint; None if it is possible."""
     models = [component for component in facts.components if component.denoises]
     if not models:
         return f"{facts.pipeline} has no model that runs at every step", "omit parallel"
@@ -178,7 +178,7 @@ def _find_model_problem(model: ComponentFacts, split: Split) -> tuple[str, str] 
 
 
 def _reject_rank_local_options(options: PlacementOptions) -> None:
-    """Raise for options that could make ranks run different operations, which would deadlock collectives."""
+    """Raise for options that could make ranks run different operations, which would deadlock in collectives."""
     for name in ("compile", "capture"):
         if getattr(options, name) is True:
             raise UsageError(f"{name}=True is not supported with several devices", hint=f"omit {name} or parallel")

@@ -40,7 +40,7 @@ NO_MEMORY = Decision(MemoryRule(), "no image size has been planned yet")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The decisions for a pipeline on a device; `print(plan)` shows them with their reasons."""
+    """The decisions for running a pipeline on a device; `print(plan)` shows them with their reasons."""
 
     pipeline: str
     device: str

@@ -68,7 +68,7 @@ def split_by_default(plan: Plan) -> tuple[list[tuple[str, Decision[Any]]], list[
 def describe_decisions(
     decisions: Iterable[tuple[str, Decision[Any]]], width: int, *, compact: bool = False
 ) -> list[str]:
-    """Format decisions as lines: the name, the value, and the reason, wrapped to the width.
+    """Format decisions as lines of name, value and reason, wrapped to the width.
 
     `compact` puts the reason in parentheses after the value instead of below it.
     """

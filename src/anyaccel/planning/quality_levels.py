@@ -1,4 +1,4 @@
-"""Speed levels: what `speed="fast"` and `speed="draft"` do, and their effect on the image.
+"""Speed levels: what `speed="fast"` and `speed="draft"` do, and how they affect the image.
 
 See docs/decisions/0008-speed-levels.md.
 """

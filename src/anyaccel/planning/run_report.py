@@ -1,4 +1,4 @@
-"""Run reports: what happened since a pipeline was placed. The decisions in its plan never change."""
+"""Run reports: what has happened since a pipeline was placed. The decisions in its plan never change."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RunReport:
                 yield field.name, value
 
     def add_not_compiled(self, model: str, reason: str) -> None:
-        """Record that a model runs eagerly from now on, with the reason."""
+        """Record that a model now runs eagerly, with the reason."""
         before = self.not_compiled or Decision((), "")
         if model in before.value:
             return

@@ -1,4 +1,4 @@
-"""Speedups that change the image only by rounding errors, and the decision of when to compile.
+"""Speedups whose images differ only by rounding error, and the decision of when to compile.
 
 See docs/decisions/0007-speed.md.
 """

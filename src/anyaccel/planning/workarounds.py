@@ -1,4 +1,4 @@
-"""Workarounds that run inside the models, implemented as torch function modes."""
+"""Workarounds that are applied inside the models by torch function modes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Batch splitting: run a batch as several pipeline calls and join their results.
 
-Devices that do not run batches reliably run one image per call. A batch that does not fit into memory is split too.
+Devices that do not run batches reliably run one image per call. A batch that does not fit in memory is also
+split.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _repeat_input_images(request: CallRequest) -> CallRequest:
 
 
 def _repeat(value: Any, request: CallRequest) -> Any:
-    """Repeat one shared input image, or one image per prompt, to get one input image per output image."""
+    """Return one input image per output image, repeating a shared image or the image of each prompt."""
     # Pipelines that accept image embeddings, such as Kandinsky, repeat the images of a prompt themselves.
     each = 1 if "image_embeds" in request.accepts else request.per_prompt
     if isinstance(value, Image):

@@ -1,4 +1,4 @@
-"""The arguments of one pipeline call, with its number of images and its seeds."""
+"""The arguments, number of images and seeds of one pipeline call."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class CallRequest:
 
     @property
     def images(self) -> int:
-        """Number of images that the call generates."""
+        """The number of images that the call generates."""
         return self.prompts * self.per_prompt
 
     @property
     def per_prompt_name(self) -> str | None:
-        """Name of the pipeline's argument for the number of images per prompt, or None."""
+        """The name of the pipeline's argument for the number of images per prompt, or None."""
         return next((name for name in _PER_PROMPT if name in self.accepts), None)
 
     def with_arguments(self, **changed: Any) -> CallRequest:
@@ -58,7 +58,7 @@ class CallRequest:
 def read_call_request(
     pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> CallRequest:
-    """Bind the arguments of a call; an unknown argument raises the pipeline's own `TypeError`."""
+    """Bind the arguments of a call to their names; an unknown argument raises the pipeline's own `TypeError`."""
     kwargs = dict(kwargs)
     seed = kwargs.pop("seed", None)
     signature = inspect.signature(call)
@@ -131,7 +131,7 @@ def bucket_of(request: CallRequest) -> str:
 
 # The text is part of the key of out-of-memory outcomes on disk: a change makes existing outcomes unreadable.
 def shape_of(request: CallRequest) -> str:
-    """Return everything that determines tensor shapes in a call, as text: `512 × 512, 4 images`."""
+    """Return everything that determines the tensor shapes in a call, as text: `512 × 512, 4 images`."""
     sizes = [str(request.arguments[name]) for name in ("width", "height", "num_frames") if request.arguments.get(name)]
     others = [f"{name} {value}" for name, value in sorted(_shapes(request.arguments).items())]
     if request.arguments.get("guidance_scale") is not None:  # guidance can double the batch

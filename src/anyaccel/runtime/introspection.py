@@ -34,13 +34,13 @@ def find_components(pipe: Any) -> dict[str, Any]:
 
 
 def find_models(pipe: Any) -> dict[str, torch.nn.Module]:
-    """Return the models of a pipeline by name; models wrapped by `torch.compile` are unwrapped."""
+    """Return the models of a pipeline by name, unwrapping those wrapped by `torch.compile`."""
     components = {name: unwrap_compiled(component) for name, component in find_components(pipe).items()}
     return {name: component for name, component in components.items() if isinstance(component, torch.nn.Module)}
 
 
 def find_denoisers(pipe: Any, placement: Placement) -> dict[str, torch.nn.Module]:
-    """Return the models that run at every step, excluding any that the user removed since placement."""
+    """Return the models that run at every step, except any that the user has removed since placement."""
     models = find_models(pipe)
     return {name: models[name] for name in placement.denoisers if name in models}
 

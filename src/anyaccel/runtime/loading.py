@@ -1,4 +1,4 @@
-"""Loading of pipelines with diffusers: safe by default, and errors include a hint."""
+"""Pipeline loading with diffusers: safe by default, with hints in error messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DTYPE = read_dtype_argument()
 def load_pipeline(kind: Any, model: Any, options: dict[str, Any]) -> tuple[Any, PlacementOptions]:
     """Load a pipeline with diffusers; return it with the placement options found in `options`.
 
-    Errors that diffusers raises about the model become a `ModelError` with a hint.
+    Errors that diffusers raises about the model are reraised as a `ModelError` with a hint.
     """
     options, placement_options = _read_options(options)
     if not isinstance(model, str | Path):
@@ -61,7 +61,7 @@ def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], PlacementOpt
 
 
 def _find_single_file_loader(kind: Any, options: dict[str, Any]) -> Callable[..., Any]:
-    """Return `from_single_file` of this class, or of the class that `config=` names."""
+    """Return this class's `from_single_file`, or that of the class named by `config=`."""
     if hasattr(kind, "from_single_file") and kind is not diffusers.DiffusionPipeline:
         loader: Callable[..., Any] = kind.from_single_file
         return loader
@@ -82,7 +82,7 @@ def _find_single_file_loader(kind: Any, options: dict[str, Any]) -> Callable[...
 
 
 def _call_diffusers(function: Callable[..., Any], model: str, options: dict[str, Any]) -> Any:
-    """Call a diffusers function; turn its errors about the model into a `ModelError`."""
+    """Call a diffusers function, converting its errors about the model to a `ModelError`."""
     try:
         return function(model, **options)
     except AnyaccelError:

@@ -116,7 +116,7 @@ def _make_pickle_error(path: Path) -> ModelError:
 
 
 def check_safetensors(path: Path) -> None:
-    """Check a safetensors file's size against its header; raise if the file is truncated or damaged."""
+    """Check a safetensors file's size against its header; raise if the file is truncated or corrupted."""
     # The file starts with the header's length (8 bytes, little endian) and the header (JSON):
     # https://huggingface.co/docs/safetensors/index#format
     size = path.stat().st_size

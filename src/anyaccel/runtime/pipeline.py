@@ -72,7 +72,7 @@ class Portable(VendorAliases):
         return self
 
     def place_with_plan(self, device: Any, options: dict[str, Any], dtype: Decision[str] | None = None) -> None:
-        """Place the pipeline; pass `dtype` if it was decided earlier, for example to load the weights in it."""
+        """Place the pipeline; pass `dtype` if it was decided earlier, for example to load the weights in that dtype."""
 
         def move(target: torch.device, dtype: torch.dtype | None) -> None:
             # hpu_migration=False: diffusers would set the Gaudi variables, which `place_pipeline` has already set.
@@ -82,7 +82,7 @@ class Portable(VendorAliases):
 
     @property
     def plan(self) -> Plan:
-        """The decisions for this pipeline on its device, with reasons: `print(pipe.plan)`."""
+        """The decisions for this pipeline on its device, with their reasons: `print(pipe.plan)`."""
         return _placement_of(self).plan
 
     @property
@@ -103,11 +103,11 @@ class Portable(VendorAliases):
         return placement.progress.begin(make_bar, *args, **kwargs)
 
     def enable_attention_slicing(self, slice_size: str | int | None = "auto") -> None:
-        """Compute attention for some heads at a time in every model: `"auto"` for half of them, `"max"` for one."""
+        """Compute attention for only some heads at a time in every model: half of them for `"auto"`, one for `"max"`."""
         replan(self, _placement_of(self), {"attention_slicing": slice_size})
 
     def disable_attention_slicing(self) -> None:
-        """Compute attention for all heads in one call again, unless a device limit requires slicing."""
+        """Compute attention for all heads at once again, unless a device limit requires slicing."""
         self.enable_attention_slicing(None)
 
     def enable_compile(
@@ -118,7 +118,7 @@ class Portable(VendorAliases):
     ) -> None:
         """Compile models with the device's compiler: the denoiser by default, `"all"` for every model.
 
-        `cache_dir` is the directory in which the vendor's compiler stores graphs, for reuse by other processes. The
+        `cache_dir` is the directory in which the vendor's compiler stores graphs for reuse by other processes. The
         environment variable for it is set only during calls. Each image size is compiled when it first runs; see
         `warmup`.
         """
@@ -128,7 +128,7 @@ class Portable(VendorAliases):
         """Run one step at each (height, width), so the first image is not slowed by compiling: `warmup([(512, 512)])`.
 
         Further arguments are passed to the call. Pass those that change tensor shapes, such as
-        `num_images_per_prompt`. Schedulers and random state are restored: later images do not change.
+        `num_images_per_prompt`. Schedulers and random state are restored, so later images do not change.
         """
         warm_up(self, shapes, arguments)
 
@@ -160,7 +160,7 @@ class Portable(VendorAliases):
                 enable(device=placement.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the pipeline; if its weights are offloaded, the copy is placed on the same device."""
+        """Return a deep copy of the pipeline; if its weights are offloaded, the copy is placed on the same device."""
         placement = find_placement(self)
         offloaded = placement is not None and placement.residence in ("phase", "layer")
         # Offload hooks cannot be deep-copied (docs/decisions/0006), so they are removed while the copy is made.
@@ -181,7 +181,7 @@ def _unpickle(kind: Any, state: dict[str, Any]) -> Any:
 
 
 def _placement_of(pipe: Any) -> Placement:
-    """Return a pipeline's placement; if it was never placed, create one for its current device and dtype."""
+    """Return the placement of a pipeline, creating one for its current device and dtype if it was never placed."""
     placement = find_placement(pipe)
     if placement is not None:
         return placement
@@ -213,7 +213,7 @@ def _read_target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, di
 
 
 def inherit_placement(pipe: Any, source: Any) -> None:
-    """Create a plan for a pipeline that was built from the components of `source`, for the same device."""
+    """Create a plan for a pipeline built from the components of `source`, for the same device."""
     placement = find_placement(source)
     if placement is not None:
         plan = plan_pipeline(pipe, placement.opened, placement.options)
@@ -250,7 +250,7 @@ def portable_class(kind: Any) -> type:
 
 
 def _with_weights(method: Any) -> Any:
-    """Wrap a method that reads or changes weights, so it runs with offloaded weights restored on the CPU."""
+    """Wrap a method that reads or changes weights, restoring offloaded weights to the CPU while it runs."""
 
     @functools.wraps(method)
     def call_with_weights(self: Any, *args: Any, **kwargs: Any) -> Any:

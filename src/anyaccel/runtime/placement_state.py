@@ -1,4 +1,4 @@
-"""The placement of a pipeline: its open device, its plan, and the state between calls."""
+"""The placement of a pipeline: its open device, its plan, and the state kept between calls."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Placement:
 
     @property
     def report(self) -> RunReport:
-        """Events since the pipeline was placed."""
+        """What has happened since the pipeline was placed."""
         return self.plan.report
 
     @property
@@ -101,7 +101,7 @@ class Placement:
 
     @property
     def component_dtypes(self) -> dict[str, str]:
-        """Dtypes of models that do not use the plan's dtype: planned exceptions, and float32 after NaN."""
+        """Dtypes of models that differ from the plan's dtype: planned exceptions, or float32 after NaN outputs."""
         recovered = self.report.float32_models.value if self.report.float32_models else ()
         return {**dict(self.plan.component_dtypes.value), **dict.fromkeys(recovered, "float32")}
 
@@ -140,7 +140,7 @@ def find_options(pipe: Any) -> PlacementOptions:
 
 @contextmanager
 def being_offloaded(pipe: Any) -> Iterator[None]:
-    """Let `pipe.to` and the offload methods call diffusers directly during the block."""
+    """Let `pipe.to` and the offload methods call diffusers directly within the `with` block."""
     # diffusers' offload methods call `pipe.to("cpu")`, which would otherwise place the pipeline again.
     before = _OFFLOADING in vars(pipe)  # blocks can be nested; only the outermost one removes the mark
     vars(pipe)[_OFFLOADING] = True
@@ -152,7 +152,7 @@ def being_offloaded(pipe: Any) -> Iterator[None]:
 
 
 def is_being_offloaded(pipe: Any) -> bool:
-    """Return whether diffusers itself may be moving the pipeline: while offloading or during a call."""
+    """Return whether diffusers itself may be moving the pipeline, because it is being offloaded or called."""
     placement = find_placement(pipe)
     return _OFFLOADING in vars(pipe) or (placement is not None and placement.running)
 

@@ -25,7 +25,7 @@ class VendorAliases:
         self.enable_compile(model_names, cache_dir, fullgraph)  # type: ignore[attr-defined]
 
     def neuron_warmup(self, *args: Any, **kwargs: Any) -> None:
-        """Run one step with the arguments of a call: `neuron_warmup("warmup", height=512, width=512)`."""
+        """Run one step with the given call arguments: `neuron_warmup("warmup", height=512, width=512)`."""
         # The pull request passes arguments by position, `warm_up` expects names.
         names = list(inspect.signature(self.__call__).parameters)  # type: ignore[operator]
         warm_up(self, None, {**dict(zip(names, args, strict=False)), **kwargs})

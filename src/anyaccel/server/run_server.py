@@ -31,7 +31,7 @@ _LAST_RESPONSES_S = 5
 
 
 def check_address(host: str, keys: tuple[str, ...], *, without_key: bool) -> None:
-    """Raise if the address is reachable from other machines, no key is configured and `without_key` is not set."""
+    """Raise if other machines can reach the address and no key is configured, unless `without_key` is set."""
     if not keys and not without_key and not is_loopback(host):
         raise UsageError(
             f"{host} is reachable from other machines and no API key is set",
@@ -45,7 +45,7 @@ def serve(
     on_ready: Callable[[str], None],
     make_transport: Callable[[ServerSettings], WorkerTransport] = WorkerProcess,
 ) -> None:
-    """Run the service until SIGTERM or Ctrl-C; accepted jobs have time to finish before it returns."""
+    """Run the service until SIGTERM or Ctrl-C, and give accepted jobs time to finish before returning."""
     bound = _bind(settings)
     service = Service(settings, make_transport)
     server = _Server(settings, service)
@@ -64,7 +64,7 @@ def serve(
 
 
 def _bind(settings: ServerSettings) -> socket.socket:
-    """Bind the address before the models load, so that an address in use fails immediately."""
+    """Bind the address before the models load, so that startup fails immediately if the address is in use."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     # Allows a restart while connections of the previous process are in TIME_WAIT.

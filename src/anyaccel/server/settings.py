@@ -67,7 +67,7 @@ class ServerLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Settings of one service."""
+    """Settings for one service."""
 
     models: tuple[ServedName, ...]
     data: Path
@@ -98,7 +98,8 @@ class ServerSettings:
 def compute_max_in_flight(max_concurrent: int) -> int:
     """Return how many calls may run at the same time if a batch contains up to `max_concurrent` calls.
 
-    It allows a quarter more calls than fit in a batch: while one call runs its decoder, another can take its slot.
+    The limit is a quarter higher than the batch size: while one call runs its decoder, another can take its
+    slot.
     """
     return max_concurrent + max_concurrent // 4
 

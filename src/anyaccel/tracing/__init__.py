@@ -1,1 +1,1 @@
-"""Tracing: one run of a pipeline on the `meta` device, to predict its memory use on a real device."""
+"""Tracing: a pipeline run on the `meta` device, used to predict memory use on a real device."""

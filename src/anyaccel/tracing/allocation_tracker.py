@@ -38,7 +38,7 @@ class AllocationTracker(TorchDispatchMode):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count allocations while the block runs."""
+        """Count allocations within the with block."""
         with self._attention, self:
             yield
 
@@ -73,7 +73,7 @@ class AllocationTracker(TorchDispatchMode):
         sizes[dtype] = max(sizes.get(dtype, 0), elements)
 
     def count_transient(self, size: int) -> None:
-        """Count memory that is freed before the operation ends."""
+        """Count memory that is freed before the operation completes."""
         self.peak = max(self.peak, self.used + size)
 
     def add(self, tensor: torch.Tensor, *, replaces_another: bool = False) -> None:
@@ -117,7 +117,7 @@ class AllocationTracker(TorchDispatchMode):
         return result, above
 
     def take_peak(self) -> int:
-        """Return the peak since the last call, and reset it."""
+        """Return the peak memory since the last call, and reset it."""
         peak, self.peak = self.peak, self.used
         return peak
 
@@ -235,7 +235,7 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 
 
 def _convolve(*args: Any) -> torch.Tensor:
-    """Run a convolution and preserve channels_last, which the meta kernel does not."""
+    """Run a convolution and preserve channels_last, which torch's meta kernel does not."""
     result: torch.Tensor = _run_once(_ATEN.convolution.default, args, {})
     if not _is_channels_last(args[0]):
         return result

@@ -54,7 +54,7 @@ class Measurement:
         )
 
     def __call__(self, savings: MemorySavings, images: int) -> Footprint:
-        """Return the footprint of a call with these memory savings and this number of images."""
+        """Return the footprint of a call with the given memory savings and number of images."""
         if (savings, images) not in self._footprints:
             self._footprints[savings, images] = self._measure(savings, images)
         return self._footprints[savings, images]
@@ -62,7 +62,7 @@ class Measurement:
     def of_another_call(
         self, arguments: Callable[[int], Mapping[str, Any]], size: tuple[int, int] | None
     ) -> Measurement:
-        """Return a measurement of the same pipeline with other arguments."""
+        """Return a measurement of the same pipeline with different arguments."""
         # A shallow copy shares the trace, and with it the cached model calls.
         other = copy.copy(self)
         other.arguments, other.size, other.trace_facts, other._footprints = arguments, size, TraceFacts(), {}

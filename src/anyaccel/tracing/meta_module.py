@@ -1,4 +1,4 @@
-"""Models on the `meta` device that a pipeline can call as if they were on the CPU."""
+"""Models on the `meta` device that pipelines can call as if the models were on the CPU."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def _map_object(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a copy of a model output, or of an autoencoder's latent distribution, with every tensor changed."""
+    """Return a copy of a model output or an autoencoder's latent distribution and apply `change` to its tensors."""
     copied = copy.copy(value)
     for name, item in list(vars(value).items()):
         if isinstance(item, torch.Tensor | list | tuple | Mapping) or _is_distribution(item):

@@ -20,7 +20,7 @@ _IGNORED_SETTINGS = ("architectures", "model_type", "torch_dtype", "dtype", "tra
 
 
 class FullSizePipeline:
-    """A full-size pipeline and the recipe with its call arguments."""
+    """A full-size pipeline and the recipe that provides its call arguments."""
 
     def __init__(self, pipe: Any, recipe: Recipe) -> None:
         self.pipe, self.recipe = pipe, recipe

@@ -1,4 +1,4 @@
-"""One run of a pipeline on the `meta` device: the order of its model calls and their peak memory."""
+"""Pipeline run on the `meta` device that records the order of the model calls and their peak memory."""
 
 from __future__ import annotations
 
@@ -113,14 +113,14 @@ class PipelineTrace:
         return map_tensors(cached[0], torch.empty_like)
 
     def _to_meta(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an uncounted meta tensor; the CPU tensor that it represents is already counted."""
+        """Return a meta tensor that is not counted, because the CPU tensor that it represents is already counted."""
         with self._tracker.paused():
             meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         self._tracker.ignore(meta)
         return meta
 
     def _to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return CPU zeros that are counted instead of the meta tensor."""
+        """Return a CPU tensor of zeros that is counted instead of the meta tensor."""
         with self._tracker.paused():
             zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
         self._tracker.add(zeros, replaces_another=True)

@@ -73,7 +73,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def seeded_randn(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """Return a CPU tensor of normally distributed values that depend only on the shape and the seed."""
+    """Return a CPU tensor of normally distributed values that depends only on the shape and the seed."""
     import torch
 
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

@@ -59,7 +59,7 @@ def _compare_products(context: ProbeContext, dtype: str) -> Observation:
 
 
 def _probe_float8(context: ProbeContext, dtype_name: str, claim: Claim | Unknown) -> Observation:
-    """Store and cast float8 values, and use them in a scaled product and in an addition."""
+    """Store and cast float8 values, and use them in a scaled matrix product and in an addition."""
     import torch
 
     dtype: torch.dtype = getattr(torch, dtype_name)

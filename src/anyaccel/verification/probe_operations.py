@@ -268,7 +268,7 @@ def _attend_past(context: ProbeContext, amount: int) -> bool:
 
 
 def probe_quirk(context: ProbeContext, name: str, quirk: Quirk) -> Observation:
-    """Reproduce a quirk, if there is a probe for it."""
+    """Reproduce a quirk if there is a probe for it."""
     reproduce = _QUIRKS.get(quirk.name)
     return Observation("", "no probe for this quirk") if reproduce is None else reproduce(context)
 

@@ -52,11 +52,11 @@ class ProbeWorker:
         return Finding(**self._request({"claim": name}))
 
     def probe_pipeline(self, name: str, threads: int) -> PipelineFinding:
-        """Run one pipeline on the device and, with `threads` threads, on the CPU."""
+        """Run a pipeline on the device and, with `threads` threads, on the CPU."""
         return PipelineFinding(**self._request({"pipeline": name, "threads": threads}))
 
     def read_versions(self) -> dict[str, str]:
-        """Return the versions of the libraries and the driver."""
+        """Return the library and driver versions."""
         return self._request({"versions": True})
 
     def __enter__(self) -> ProbeWorker:
@@ -105,7 +105,7 @@ def make_probe_context(device: str, quick: bool) -> ProbeContext:
 
 
 def read_versions(sheet: Sheet) -> dict[str, str]:
-    """Return the versions of the libraries, the toolkits that torch was built with, and the kernel driver."""
+    """Return the versions of the libraries, of the toolkits that torch was built with, and of the kernel driver."""
     machine = this_machine()
     # A package on `sys.path` without metadata has only its `__version__`.
     not_installed = [name for name in _PACKAGES if name not in machine.versions]

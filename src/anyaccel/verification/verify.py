@@ -96,7 +96,7 @@ def _choose_recipes(requested: Literal["few", "all"] | Sequence[str]) -> list[st
 
 
 def _probe_claims(worker: ProbeWorker, sheet: Sheet, on_message: OnMessage) -> tuple[Finding, ...]:
-    """Probe the claims one after the other in one process, because some of them measure time."""
+    """Probe the claims sequentially in one process, because some probes measure time."""
     findings = []
     for name in find_claims(sheet):
         try:
@@ -236,7 +236,7 @@ def _make_verification(
 
 
 def _read_commit() -> str:
-    """Return the commit of the checkout, or an empty string for an installed package."""
+    """Return the checkout's commit, or an empty string for an installed package."""
     if not (_ROOT / ".git").exists():
         return ""
     # `describe --dirty` may rewrite the index. Without optional locks it cannot block a concurrent git command.

@@ -50,7 +50,7 @@ def _text(text: str, start: int, width: int) -> str:
 
 
 def _text_width(text: str) -> int:
-    """Estimate the width of a text in pixels, in a common sans-serif font at size 11."""
+    """Estimate the width of a string in pixels, in a common sans-serif font at size 11."""
     return max(1, round(sum(_character_width(character) for character in text)))
 
 

@@ -93,7 +93,7 @@ class Chart:
     """Date, versions and machine."""
 
     def count(self, device: str, mode: str, state: State) -> int:
-        """Return the number of pipelines in a state on a device; `mode` is `plain` or `placed`."""
+        """Return the number of pipelines in the given state on a device; `mode` is `plain` or `placed`."""
         return sum(getattr(row.cell(device), mode).state == state for row in self.rows)
 
 
@@ -102,7 +102,7 @@ OnChartProgress = Callable[[int, int, str], None]
 
 
 def find_families(names: Sequence[str], all_recipes: Iterable[Recipe]) -> list[Recipe]:
-    """Return the recipes with these family or recipe names; all of them if `names` is empty."""
+    """Return the recipes with the given family or recipe names, or all recipes if `names` is empty."""
     recipes = list(all_recipes)
     valid_names = {recipe.family for recipe in recipes} | {recipe.name for recipe in recipes}
     for name in names:

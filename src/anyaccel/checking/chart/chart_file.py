@@ -22,7 +22,7 @@ _FORMAT = 1
 
 
 def as_document(chart: Chart, verifications: Iterable[Verification] = ()) -> dict[str, Any]:
-    """Return the chart as plain values, with everything that the page needs."""
+    """Return the chart as a JSON-serializable dict, with all data that the page needs."""
     sites = list(dict.fromkeys(finding.site for finding in _all_findings(chart)))
     index = {site: position for position, site in enumerate(sites)}
     return {
@@ -98,7 +98,7 @@ def _describe_limit(limit: Limit | None, effect: str) -> dict[str, str]:
 
 
 def _describe_hardware(verifications: Iterable[Verification]) -> dict[str, list[dict[str, Any]]]:
-    """Return the pipelines that were verified on hardware, by device."""
+    """Return the pipelines that were verified on hardware, grouped by device."""
     hardware: dict[str, list[dict[str, Any]]] = {}
     for verification in verifications:
         pipelines = {

@@ -1,4 +1,4 @@
-"""Known reasons why some pipelines do not work on every virtual device, even when anyaccel places them."""
+"""Known reasons why some pipelines do not work on every virtual device, even when placed by anyaccel."""
 
 from __future__ import annotations
 

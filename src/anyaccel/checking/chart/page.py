@@ -1,4 +1,4 @@
-"""Chart as one self-contained HTML file that needs no network and no server."""
+"""Chart as a self-contained HTML file that needs neither a network connection nor a server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _as_json(data: Mapping[str, Any]) -> str:
 
 
 def _without_infinity(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, with strings."""
+    """Replace NaN and infinity, which JSON does not support, with strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return "not a number" if math.isnan(value) else "infinite"
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Batch worker: one model on one device, which generates images for rows."""
+"""Batch worker: generates images for batch rows with one model on one device."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class RowFailed:
 
 
 class ImageWorker:
-    """A model loaded on one device that generates images for rows."""
+    """Worker that generates images for batch rows with one model on one device."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         """Load the model and place it on the device."""
@@ -137,7 +137,7 @@ class ImageWorker:
 
 
 def _device_name(settings: WorkerSettings) -> str:
-    """Return the name of the worker's device, with its index."""
+    """Return the worker's device name, including the device index."""
     if settings.index is None:
         return settings.device
     from anyaccel.backends.device import read_device

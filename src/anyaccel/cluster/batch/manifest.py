@@ -67,7 +67,7 @@ class OutputFolder:
         self._lock.close()
 
     def compact(self) -> None:
-        """Keep only the last manifest line for each row, if some rows were retried."""
+        """Keep only the last manifest line per row; do nothing if no rows were retried."""
         path = self.path / _MANIFEST
         # Only at the end: during a run, lines are appended, and a crash damages at most the last one.
         if path.read_bytes().count(b"\n") > len(self.entries):
@@ -82,7 +82,7 @@ class OutputFolder:
         self.close()
 
     def image_path(self, row: BatchRow) -> Path:
-        """Return the path for a row's image."""
+        """Return the image path for a row."""
         return self._images / f"{row.number:06}-{make_stem(row.prompt)}-{row.seed}.png"
 
     def record_once(self, name: str, value: Any) -> Any:

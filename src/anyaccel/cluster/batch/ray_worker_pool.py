@@ -68,7 +68,7 @@ class RayWorkerPool:
         self._workers: dict[int, _RayWorker] = {}
 
     def start(self, worker: int, settings: WorkerSettings) -> None:
-        """Create an actor; Ray starts it when the cluster has free resources."""
+        """Create an actor; Ray starts it once the cluster has free resources."""
         actor: Any = self._actor.remote(settings, self._counted_by_ray)
         self._workers[worker] = _RayWorker(actor, deque([actor.load.remote()]))
 

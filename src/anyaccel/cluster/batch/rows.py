@@ -124,7 +124,7 @@ def _reject_constant(text: str) -> Any:
 
 
 def _check_values(call: Mapping[str, Any]) -> None:
-    """Raise for values that the manifest cannot store: lone surrogates, and numbers that overflow to infinity."""
+    """Raise if the manifest cannot store a value: a lone surrogate, or a number that overflows to infinity."""
     for name, value in call.items():
         # Encoding is the check: it visits nested values too.
         try:

@@ -37,7 +37,7 @@ _MAX_FAILED_STARTS = 10
 
 @dataclass(eq=False)
 class _RowTask:
-    """A row to run, with the number of its failed attempts."""
+    """A row to run, and its number of failed attempts."""
 
     row: BatchRow
     errors: int = 0
@@ -70,7 +70,7 @@ class BatchSummary:
 
 
 class BatchRun:
-    """Run of a batch: generates the unfinished rows of an output folder with a worker pool."""
+    """Batch run: generates images for the unfinished rows of an output folder on a worker pool."""
 
     def __init__(
         self,

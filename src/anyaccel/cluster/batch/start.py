@@ -21,7 +21,7 @@ __all__ = ["BatchJob", "run_batch"]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
-    """Options of a batch."""
+    """Options for a batch."""
 
     source: str
     """Path of the JSONL file, or `-` for stdin."""
@@ -34,7 +34,7 @@ class BatchJob:
 
 
 def run_batch(job: BatchJob, listener: ProgressListener) -> BatchSummary:
-    """Generate an image for every row that has none yet."""
+    """Generate an image for each row that does not have one yet."""
     from anyaccel.generation.model_name import resolve_model
     from anyaccel.planning.options import check_speed
 

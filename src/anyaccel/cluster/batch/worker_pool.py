@@ -77,7 +77,7 @@ class LocalWorkerPool:
         self._workers: dict[int, PipeWorker] = {}
 
     def start(self, worker: int, settings: WorkerSettings) -> None:
-        """Start a process."""
+        """Start a worker process."""
         # OpenMP reads this when torch is imported, before the worker can call torch.set_num_threads.
         threads = {} if settings.threads is None else {"OMP_NUM_THREADS": str(settings.threads)}
         process = PipeWorker(run_worker, settings, name=f"anyaccel-batch-{worker}", env=threads)
@@ -94,7 +94,7 @@ class LocalWorkerPool:
         return [self._read(worker, process) for worker, process in list(self._workers.items()) if process in ready]
 
     def stop(self) -> None:
-        """Kill all processes, which is safe because they write no files."""
+        """Kill all worker processes; this is safe because they do not write files."""
         # Kill all before waiting for any, so that they exit concurrently.
         for process in self._workers.values():
             process.kill()

@@ -49,7 +49,7 @@ _ROUTER = "anyaccel.cluster.serve.router:ShapeRouter"
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceGroup:
-    """Devices of the same kind in the cluster, and the options for their replicas."""
+    """Devices of the same type in the cluster, and the options for their replicas."""
 
     device: str
     """Device argument of a replica: `auto`, `hpu`, `virtual:hpu`."""
@@ -132,7 +132,7 @@ def _make_group(device: str, replicas: int | str | None, max_batch: int) -> Devi
 
 @dataclass
 class Application:
-    """Ray Serve application of one device group."""
+    """Ray Serve application for one device group."""
 
     name: str
     group: DeviceGroup
@@ -204,7 +204,7 @@ class Applications:
         return deployment.bind(replace(self.settings, device=group.device), counted_by_ray)
 
     def read_states(self) -> dict[str, DeploymentState]:
-        """Return the state of each application by name."""
+        """Return the states of the applications, keyed by name."""
         statuses = import_serve().status().applications
         return {name: _read_state(statuses.get(name), app.group) for name, app in self.all.items()}
 

@@ -1,4 +1,4 @@
-"""Merged properties of a model on different devices, and the combined heartbeats of all replicas."""
+"""Merged properties of a model across devices, and the combined heartbeats of all replicas."""
 
 from __future__ import annotations
 

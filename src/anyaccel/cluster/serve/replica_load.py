@@ -1,8 +1,9 @@
-"""Load of the replicas, and the choice of a replica for an image.
+"""Replica load tracking, and replica selection for new images.
 
-Only images of the same shape can share a batch; different shapes on one device take turns. The score therefore prefers
-replicas that run no images of other shapes, and among those the least busy one. An idle device comes first. Once two
-shapes run on two replicas, a new image goes to the replica that already runs its shape.
+Only images of the same shape can share a batch; different shapes on one device take turns. The score
+therefore prefers replicas that run no images of other shapes, and among those the least busy one. An idle
+replica comes first. Once two shapes run on two replicas, a new image goes to the replica that already runs
+its shape.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class _Assignment:
 class ReplicaLoad:
     """Images that are running on each replica.
 
-    The list is complete, because only this process sends images to the replicas.
+    This record is complete, because only this process sends images to the replicas.
     """
 
     def __init__(self) -> None:
@@ -46,35 +47,35 @@ class ReplicaLoad:
         self._lost: dict[str, float] = {}
 
     def add_router(self, app: str, router: Any) -> None:
-        """Register the router that Serve has created for an application."""
+        """Register the router that Ray Serve has created for an application."""
         with self._lock:
             self._routers[app] = router
 
     def list_replicas(self, app: str) -> list[str]:
-        """Return the ids of an application's available replicas."""
+        """Return the IDs of an application's available replicas."""
         router = self._routers.get(app)
         replicas = [] if router is None else [replica.unique_id for replica in list(router.curr_replicas)]
         return [replica for replica in replicas if not self.is_lost(replica)]
 
     def assign(self, task: str, app: str, replica: str, shape: Shape) -> None:
-        """Record that an image runs on a replica."""
+        """Record that an image is running on a replica."""
         with self._lock:
             self._assignments[task] = _Assignment(app, replica, shape)
 
     def release(self, task: str) -> str | None:
-        """Record that an image is no longer running; return the id of the replica that ran it."""
+        """Record that an image is no longer running; return the ID of the replica that ran it."""
         with self._lock:
             assignment = self._assignments.pop(task, None)
         return None if assignment is None else assignment.replica
 
     def find_replica(self, task: str) -> str | None:
-        """Return the id of the replica that runs an image."""
+        """Return the ID of the replica that is running an image."""
         with self._lock:
             assignment = self._assignments.get(task)
         return None if assignment is None else assignment.replica
 
     def mark_lost(self, replica: str) -> bool:
-        """Exclude a replica that died before Ray Serve noticed; return False if it was already marked."""
+        """Exclude a dead replica that Ray Serve still lists; return False if it was already marked as lost."""
         with self._lock:
             is_new = replica not in self._lost
             self._lost[replica] = time.monotonic()
@@ -83,8 +84,8 @@ class ReplicaLoad:
     def is_lost(self, replica: str) -> bool:
         """Return whether a replica is excluded because it was recently marked as lost.
 
-        The exclusion is temporary: a replica that Ray Serve still lists afterwards was only unreachable and is used
-        again.
+        The exclusion is temporary: if Ray Serve still lists the replica afterwards, the replica was only
+        unreachable and is used again.
         """
         with self._lock:
             return time.monotonic() - self._lost.get(replica, -_LOST_S) < _LOST_S
@@ -92,7 +93,8 @@ class ReplicaLoad:
     def score(self, replica: str, shape: Shape, limit: int) -> tuple[bool, int, float]:
         """Return a key for sorting replicas by their suitability for an image; lower is better.
 
-        The key consists of whether the replica is full, the number of images of other shapes, and the utilization.
+        The key contains, in this order: whether the replica is full, the number of images of other shapes, and the
+        utilization.
         """
         with self._lock:
             shapes = [item.shape for item in self._assignments.values() if item.replica == replica]

@@ -87,7 +87,7 @@ class ReplicaPool:
         self._status = ""
 
     def start(self) -> None:
-        """Deploy the replicas and monitor them in a thread."""
+        """Deploy the replicas and monitor them in a background thread."""
         threading.Thread(target=self._monitor, name="replicas", daemon=True).start()
 
     def send(self, message: RunJob | CancelJob) -> None:
@@ -129,7 +129,7 @@ class ReplicaPool:
         return capacity > 0 and (busy == 0 or busy + images <= capacity)
 
     def end(self) -> None:
-        """Cancel all images and delete the applications from the cluster."""
+        """Cancel all running images and delete the applications from the cluster."""
         with self._lock:
             if self._ended:
                 return
@@ -145,7 +145,7 @@ class ReplicaPool:
         self._inbox.put(EOFError)
 
     def describe_end(self) -> str:
-        """Return how the pool ended, for the log."""
+        """Describe how the pool ended, for the log."""
         return f"with its cluster: {self._status}" if self._status else "with its cluster"
 
     # One image
@@ -229,7 +229,7 @@ class ReplicaPool:
         return _ReplicaLost(message.message) if isinstance(message, LoadFailed) else None
 
     def _forward(self, task: _ImageTask, message: Any) -> None:
-        """Forward a message from a replica to the service under the original job's id."""
+        """Forward a message from a replica to the service under the original job ID."""
         if isinstance(message, Heartbeat):
             self._inbox.put(self._merge_heartbeat(REPLICA_LOAD.find_replica(task.run.job) or "", message))
             return
@@ -325,7 +325,7 @@ def _make_load_failed(app: Application, state: DeploymentState) -> LoadFailed:
 
 @dataclass(frozen=True)
 class _ReplicaLost:
-    """Outcome of an image that its replica did not finish."""
+    """Result for an image that its replica did not finish."""
 
     reason: str
 
@@ -342,7 +342,10 @@ def _split(message: RunJob) -> _PoolJob:
 
 
 def _read(value: str | bytes) -> bytes:
-    """Return the content of an input image, reading it if `value` is a path that other machines cannot access."""
+    """Return the content of an input image, reading the file if `value` is a path.
+
+    Replicas on other machines cannot read the file.
+    """
     if isinstance(value, bytes):
         return value
     with open(value, "rb") as file:

@@ -45,7 +45,7 @@ class ShapeRouter(RequestRouter):
         return [[replica] for replica in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Record the replica that accepted the request, which may not be the first choice."""
+        """Record which replica accepted the request; it may not be the first choice."""
         message = _find_run_job(pending_request)
         if message is not None:
             shape = replica_load.find_shape(message.spec)

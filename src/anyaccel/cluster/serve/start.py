@@ -1,4 +1,4 @@
-"""Entry point of the service on a Ray cluster."""
+"""Entry point for the service on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def serve_on_ray(
 
 @contextmanager
 def _stopping_serve() -> Iterator[None]:
-    """Shut down Ray Serve after the block if it was not running before and no other application uses it."""
+    """Shut down Ray Serve after the `with` block, unless it was already running or another application uses it."""
     serve = import_serve()
     # `serve.status()` does not raise if Serve is not running, so look for its controller.
     try:

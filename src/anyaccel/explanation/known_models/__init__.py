@@ -15,7 +15,7 @@ _INDEX = "model_index.json"
 
 
 def list_bundled_models() -> list[str]:
-    """Return the hub ids with bundled config files, for example `stabilityai/sdxl-turbo`."""
+    """Return the Hub IDs with bundled config files, for example `stabilityai/sdxl-turbo`."""
     return sorted(path.parent.relative_to(_FOLDER).as_posix() for path in _FOLDER.glob(f"*/*/{_INDEX}"))
 
 

@@ -118,7 +118,7 @@ def _set_idle(pipe: Any, placement: Placement) -> None:
 
 
 def _attach_plan(result: Any, placement: Placement, request: CallRequest) -> None:
-    """Add `plan` and `seeds` to a result object; plain tuples are left unchanged."""
+    """Add `plan` and `seeds` to a result object; leave plain tuples unchanged."""
     if hasattr(result, "to_tuple"):
         plan = replace(placement.plan, report=replace(placement.report))  # later calls change the pipeline's report
         vars(result)["plan"], vars(result)["seeds"] = plan, request.seeds
@@ -178,12 +178,12 @@ def _read_states(generators: Any) -> list[tuple[torch.Generator, torch.Tensor]]:
 
 
 def _needs_no_function_mode(placement: Placement, plan: Plan, source: NoiseSource) -> bool:
-    """Return whether a function mode would change nothing and only slow down every torch call."""
+    """Return whether a function mode would have no effect except to slow down every torch call."""
     return is_host(placement.device) and not plan.workarounds.value and type(source) is NoiseSource
 
 
 class _ChunkRun:
-    """One run of a chunk, with a check of its outputs and a rerun in float32 if they contain NaN or Inf."""
+    """One run of a chunk: checks its outputs, and reruns it in float32 if they contain NaN or Inf."""
 
     def __init__(self, pipe: Any, placement: Placement, call: Call, chunk: CallRequest, start: Any) -> None:
         self.pipe, self.placement, self.call, self.chunk, self.start = pipe, placement, call, chunk, start
@@ -191,7 +191,7 @@ class _ChunkRun:
         self.overlapped_copy = find_overlapped_copy(placement)
 
     def finish(self) -> Any:
-        """Run the chunk and return a finite result; raise `NotFiniteError` if it stays non-finite."""
+        """Run the chunk and return a finite result; raise `NotFiniteError` if NaN or Inf remain."""
         result, outputs = self._run_once()
         if not self.placement.plan.check_finite.value:
             return result
@@ -220,7 +220,7 @@ class _ChunkRun:
 
     @contextmanager
     def _apply_plan(self, source: NoiseSource) -> Iterator[None]:
-        """Apply the noise source and the plan's workarounds during the block."""
+        """Apply the noise source and the plan's workarounds within the `with` block."""
         placement = self.placement
         plan = placement.call_plan
         set_input_adapters(self.components, plan, placement.device)
@@ -242,7 +242,7 @@ class _ChunkRun:
             yield
 
     def _recover(self, non_finite: list[str]) -> Any:
-        """Rerun with the failing model in float32; if that fails too, raise an error naming the first bad module."""
+        """Rerun with the failing model in float32; if that also fails, raise an error naming the first failing module."""
         if self.placement.shared:
             raise NotFiniteError(
                 f"the image contains NaN or Inf: {non_finite[0]} produced them on {self.placement.plan.device}",

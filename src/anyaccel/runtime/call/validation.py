@@ -1,4 +1,4 @@
-"""Validation of a call before it runs: calls that cannot work fail early and leave the pipeline usable."""
+"""Validation before a call runs: invalid calls fail early and leave the pipeline usable."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def validate_call(placement: Placement, request: CallRequest) -> None:
 
 
 def _validate_steps(request: CallRequest) -> None:
-    """Raise for fewer than one step, unless the call has custom timesteps or sigmas."""
+    """Raise if the number of steps is less than 1, unless the call has custom timesteps or sigmas."""
     # Some schedulers accept 0 steps, and the pipeline would return decoded noise.
     steps = request.arguments.get("num_inference_steps")
     custom = any(request.arguments.get(name) is not None for name in ("timesteps", "sigmas"))

@@ -44,7 +44,7 @@ def run_one_step(pipe: Any, arguments: dict[str, Any]) -> None:
 
 @contextmanager
 def preserving_state(pipe: Any) -> Iterator[None]:
-    """Restore the schedulers, the CPU random state and the progress bar settings after the block."""
+    """Restore the schedulers, the CPU random state and the progress bar settings after the `with` block."""
     # Later images must be the same with and without a warmup: schedulers cache timesteps, and noise comes from the CPU.
     schedulers = [component for component in find_components(pipe).values() if hasattr(component, "set_timesteps")]
     before = [copy.deepcopy(vars(scheduler)) for scheduler in schedulers]

@@ -71,7 +71,7 @@ class _CfgSplit:
         return map_tensors(half, _gather_halves)
 
     def _compare(self, forward: Forward, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the first batch of each size both whole and in halves, compare the outputs, and return the whole one."""
+        """Run the first batch of each size both whole and in halves, compare both, and return the unsplit output."""
         # Some models mix the rows of a batch, for example with attention across the images of a batch.
         whole = forward(*args, **kwargs)
         try:
@@ -103,7 +103,7 @@ class _CfgSplit:
 
 
 def _is_batched(tensor: torch.Tensor, rows: int) -> bool:
-    """Return whether the first dimension of a tensor is the batch, or batch times frames."""
+    """Return whether the first dimension of a tensor is the batch size, or batch size times frames."""
     # More than two dimensions for batch times frames: a table of positions has two and can have any length.
     return tensor.dim() > 0 and (tensor.shape[0] == rows or (tensor.dim() > 2 and tensor.shape[0] % rows == 0))
 
@@ -117,7 +117,7 @@ def _gather_halves(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _find_difference(whole: Any, joined: Any) -> str:
-    """Describe how two outputs differ; return an empty string if they differ only by rounding."""
+    """Describe how two outputs differ; return an empty string if they differ only by rounding error."""
     for expected, actual in zip(_list_tensors(whole), _list_tensors(joined), strict=True):
         if expected.shape != actual.shape:
             return f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"

@@ -204,7 +204,7 @@ def share_noise(request: CallRequest) -> CallRequest:
 
 
 def run_split(pipe: Any, split: Split | None, run: Callable[[], T]) -> T:
-    """Run a call; repeat it with uneven shards if a sequence length is not divisible by the number of ranks."""
+    """Run a call; rerun it with uneven shards if a sequence length is not divisible by the number of ranks."""
     # Uneven shards exchange their sizes at every attention, so they are enabled only when a call needs them:
     # https://github.com/huggingface/diffusers/pull/12996
     try:

@@ -1,7 +1,8 @@
 """Layer streaming: weights stay in host memory and each layer is copied to the device when it runs.
 
-This is diffusers' group offloading with one leaf module per group. Blocks are not used as groups: one block of SDXL's
-UNet is 47 % of its weights, and an autoencoder's blocks belong to a forward that pipelines never call.
+This is diffusers' group offloading with one leaf module per group. Blocks are not used as groups: one block
+of SDXL's UNet is 47% of its weights, and an autoencoder's blocks belong to a forward that pipelines never
+call.
 
 The private diffusers names that this module uses are in `upstream/diffusers_internals.py`.
 """
@@ -92,7 +93,7 @@ def is_streamed(model: torch.nn.Module) -> bool:
 
 
 def has_new_weights(model: torch.nn.Module) -> bool:
-    """Return whether a streamed model has parameters that were added after streaming began."""
+    """Return whether parameters were added to a streamed model after streaming started."""
     if not is_streamed(model):
         return False
     before, now = getattr(vars(model)[HOOK_ATTRIBUTE], _WEIGHTS), tuple(model.parameters())

@@ -60,7 +60,7 @@ _SHAPELESS_ARGUMENTS = ("generator", "callback", "callback_on_step_end", "callba
 
 @dataclass(frozen=True)
 class CallPlan:
-    """The memory settings for one call, with their forecast."""
+    """The memory settings for one call, with the forecast."""
 
     decision: Decision[MemoryRule]
     forecast: Forecast | None = None
@@ -185,7 +185,7 @@ def _bytes_per_parameter(name: str, placement: Placement) -> int:
 
 
 def plan_call(pipe: Any, placement: Placement, request: CallRequest, rules: list[MemoryRule]) -> CallPlan:
-    """Return the first memory settings that fit a call; if it cannot be traced, those planned for the weights."""
+    """Return the first memory settings that fit a call, or those planned for the weights if it cannot be traced."""
     capacity = find_capacity(pipe, placement)
     default = _find_default_rule(placement.weights_rule, rules)
     # Tracing takes seconds, so calls that obviously fit are not traced.
@@ -246,7 +246,7 @@ def _find_smaller(
 
 
 def _fits_easily(pipe: Any, placement: Placement, request: CallRequest, capacity: int) -> bool:
-    """Return whether a rough upper bound on the call's memory use fits on the device."""
+    """Return whether a rough upper bound on the call's memory use fits in device memory."""
     plan = placement.plan
     element = int(getattr(torch, plan.dtype.value).itemsize)
     weights = sum(component.parameters for component in read_facts(pipe).components) * element

@@ -90,7 +90,7 @@ def end_phase(pipe: Any, *, failed: bool = False) -> None:
 
 
 def find_lost_change(pipe: Any) -> str | None:
-    """Return the name of a model with offloaded weights that the user changed without effect, or None."""
+    """Return the name of a model whose offloaded weights the user changed (which has no effect), or None."""
     for name, component in find_components(pipe).items():
         if not isinstance(component, torch.nn.Module):
             continue
@@ -150,7 +150,7 @@ def _offload_to_disk(pipe: Any, device: torch.device, *, by_layer: bool) -> None
 class _PhaseOffloader:
     """The currently loaded models of a pipeline, and the folder that stores the weights of all its models.
 
-    There are two phases: the denoisers are loaded together, and so are all other models.
+    There are two phases: one for the denoisers and one for all other models.
     """
 
     def __init__(self, pipe: Any, device: torch.device, denoisers: Collection[str]) -> None:
@@ -199,7 +199,7 @@ class _LoadFromDiskHook(ModelHook):  # type: ignore[misc]
         return args, kwargs
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Restore the weights on the CPU."""
+        """Restore the weights to the CPU."""
         self.offloader.loaded.pop(self.name, None)
         self.weights.release()
         self.weights.read(torch.device("cpu"))
@@ -238,7 +238,7 @@ class _DiskWeights:
             self._move_others(torch.device("cpu"))
 
     def has_lost_change(self) -> bool:
-        """Return whether something wrote to released weights."""
+        """Return whether released weights were modified."""
         weights = (_get(owners) for owners in self.owners.values())
         return any(weight.is_meta and read_version(weight) > 0 for weight in weights)
 
@@ -277,7 +277,7 @@ class _DiskWeights:
 
 
 def _find_owners(model: torch.nn.Module) -> dict[str, list[tuple[torch.nn.Module, str]]]:
-    """Map the first path of each weight to its owners (module and attribute name); tied weights have several."""
+    """Map the first path of each weight to its owners (module and attribute name); a tied weight has several."""
     keys: dict[int, str] = {}
     owners: dict[str, list[tuple[torch.nn.Module, str]]] = {}
     for path, module in model.named_modules():

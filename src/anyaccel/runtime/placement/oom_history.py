@@ -1,4 +1,4 @@
-"""Outcomes of out-of-memory retries: the memory settings that a call needed, stored across processes."""
+"""Outcomes of out-of-memory retries: the memory settings that a call required, persisted across processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OUTCOMES: dict[str, tuple[MemoryRule, int]] = {}
 
 
 def save_outcome(key: str, rule: MemoryRule, capacity_bytes: int | None) -> None:
-    """Store the memory settings that a call needed, in this process and, if the cache is writable, in a file."""
+    """Store the memory settings that a call required, in this process and, if the cache is writable, in a file."""
     _OUTCOMES[key] = (rule, capacity_bytes or 0)
     path = _path(key)
     try:
@@ -45,7 +45,7 @@ def has_outcome() -> bool:
 
 
 def load_outcome(key: str, capacity_bytes: int | None) -> MemoryRule | None:
-    """Return the memory settings that a call needed earlier, unless the device has more memory now."""
+    """Return the memory settings that an earlier call required, unless the device has more memory now."""
     outcome = _OUTCOMES.get(key) or _read(key)
     if outcome is None or (capacity_bytes or 0) > outcome[1] * _MARGIN:
         return None

@@ -108,7 +108,7 @@ def _check_weights(pipe: Any, placement: Placement) -> None:
 
 @contextmanager
 def weights_on_cpu(pipe: Any) -> Iterator[None]:
-    """Restore offloaded weights on the CPU during the block."""
+    """Restore offloaded weights to the CPU within the `with` block."""
     placement = find_placement(pipe)
     residence = placement.residence if placement is not None else None
     if placement is None or residence not in ("phase", "layer"):
@@ -132,7 +132,7 @@ def _offload_after_failure(pipe: Any, placement: Placement) -> None:
 
 
 def _choose_rule(pipe: Any, placement: Placement, request: CallRequest, rules: list[MemoryRule]) -> CallPlan:
-    """Return the plan for a call, from an earlier call of this shape, a stored outcome or a new prediction."""
+    """Return the plan for a call, from an earlier call of the same shape, a stored outcome or a new prediction."""
     shape = shape_of(request)
     if placement.plan.parallel.value is not None:
         return CallPlan(Decision(rules[0], placement.weights_rule.reason))
@@ -197,7 +197,7 @@ def move_weights(pipe: Any, placement: Placement, residence: Residence) -> None:
 
 
 def _restore(pipe: Any, placement: Placement, before: Decision[MemoryRule]) -> None:
-    """Restore the memory settings from before a failed call; if they no longer fit, leave the weights on the CPU."""
+    """Restore the memory settings used before a failed call; if they no longer fit, leave the weights on the CPU."""
     free_memory(placement)
     try:
         apply_rule(pipe, placement, before)

@@ -175,7 +175,7 @@ def place_pipeline(
 
 
 def _undo(pipe: Any, before: Placement | None) -> None:
-    """Remove the speedups of the earlier placement and restore its offloaded weights on the CPU."""
+    """Remove the speedups of the earlier placement and restore its offloaded weights to the CPU."""
     remove_speedups(pipe, before)
     offloaded_by_plan = before is not None and before.residence != "resident" and not before.offloaded_by_user
     if offloaded_by_plan or any(is_streamed(model) for model in find_models(pipe).values()):
@@ -186,7 +186,7 @@ def _undo(pipe: Any, before: Placement | None) -> None:
 
 @contextmanager
 def _dropping_placement_on_error(pipe: Any) -> Iterator[None]:
-    """Remove the earlier placement if the move fails, because some weights may already be moved or cast."""
+    """Remove the earlier placement if the move fails, because some weights may already have been moved or cast."""
     try:
         yield
     except BaseException:  # including KeyboardInterrupt
@@ -195,7 +195,7 @@ def _dropping_placement_on_error(pipe: Any) -> Iterator[None]:
 
 
 def place_in_smaller_dtype(pipe: Any, placement: Placement, error: DoesNotFitError) -> bool:
-    """Place a pipeline again in the smaller dtype that `smallest_dtype` allows; return False if there is none."""
+    """Place a pipeline again in the smaller dtype allowed by `smallest_dtype`; return False if there is none."""
     chosen = placement.plan.dtype.value
     smaller = find_smaller_dtype(placement.opened.sheet, chosen, placement.options)
     if smaller is None:
@@ -308,7 +308,7 @@ def attach_placement(pipe: Any, placement: Placement, before: Placement | None =
 
 
 def place_new_models(pipe: Any, placement: Placement) -> None:
-    """Place the models that the user added or replaced since the pipeline was placed."""
+    """Place the models that the user has added or replaced since the pipeline was placed."""
     placed = {name: reference() for name, reference in placement.placed.items()}
     new = {name: model for name, model in find_models(pipe).items() if placed.get(name) is not model}
     if not new:

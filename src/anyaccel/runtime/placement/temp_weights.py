@@ -1,6 +1,6 @@
 """Temporary directories for weights that are offloaded to disk.
 
-If a process is killed, the next process that creates a directory removes the old one.
+If a process is killed, the next process that creates such a directory removes any left behind.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOCK = "in-use"
 
 
 def make_weights_folder() -> tuple[Path, IO[bytes]]:
-    """Create a directory; return it with its open lock file, which protects it from removal by other processes."""
+    """Create a directory; return it with its open lock file, which prevents other processes from removing it."""
     _remove_unlocked()
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX))

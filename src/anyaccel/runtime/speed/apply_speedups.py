@@ -102,7 +102,7 @@ def _pause_gc(pause: bool) -> Iterator[None]:
 
 @contextmanager
 def _skip_steps(pipe: Any, placement: Placement) -> Iterator[None]:
-    """Reuse denoiser outputs at the steps that the plan names."""
+    """Reuse denoiser outputs at the steps selected by the plan."""
     rule = placement.plan.step_skipping.value
     with track_steps(pipe, rule) as skipper:
         if skipper is None:
@@ -143,7 +143,7 @@ def load_compiled(pipe: Any, placement: Placement, speed: SpeedState, shape: str
 
 
 def save_compiled(speed: SpeedState, key: dict[str, str], seconds: float) -> None:
-    """Save the compiled code of this process to the compile cache, if torch provides it."""
+    """Save the code compiled by this process to the compile cache, if torch can serialize it."""
     # All artifacts of this process, not only those of one shape; None if torch has none or cannot serialize them.
     artifacts = torch.compiler.save_cache_artifacts()
     written = artifacts is not None and save_payload(key, artifacts[0], seconds)
@@ -151,7 +151,7 @@ def save_compiled(speed: SpeedState, key: dict[str, str], seconds: float) -> Non
 
 
 def _compile(pipe: Any, placement: Placement, speed: SpeedState) -> None:
-    """Compile models once that is expected to save time; recompile if another pipeline removed the compiled code."""
+    """Compile models when that is expected to save time; recompile if another pipeline removed the compiled code."""
     is_sliced = placement.call_plan.attention.value != placement.plan.attention.value
     if speed.compiled and (is_sliced or not _are_compiled(placement, speed.models)):
         remove_speedups(pipe, placement)
@@ -179,7 +179,7 @@ def _are_compiled(placement: Placement, names: tuple[str, ...]) -> bool:
 
 
 def _check_compiled(placement: Placement) -> None:
-    """Switch modules that changed after compilation to eager mode."""
+    """Switch modules that have changed since compilation to eager mode."""
     for _, module in _list_compilable(placement):
         compiled = find_compiled(module)
         if compiled is not None:
@@ -199,7 +199,7 @@ def _list_compilable(placement: Placement) -> Iterator[tuple[str, torch.nn.Modul
 
 
 def _has_memory_for_capture(placement: Placement) -> bool:
-    """Return whether the buffers for captured graphs fit into memory; if not, add the reason to the report."""
+    """Return whether the buffers for captured graphs fit in memory; if not, add the reason to the report."""
     forecast = placement.report.forecast
     if forecast is None or forecast.recorded_peak_bytes <= forecast.capacity_bytes:
         return True

@@ -144,7 +144,7 @@ def _find_options(placement: Placement, fullgraph: bool) -> dict[str, Any]:
 
 @functools.cache  # Dynamo reuses graphs only if the backend is the same object
 def _find_backend(name: str, workarounds: GraphWorkarounds, fusions: tuple[str, ...]) -> Any:
-    """Return the backend's name, or a backend that changes the graph before it calls the named one."""
+    """Return the backend name, or a backend that modifies the graph before it calls the named backend."""
     if not workarounds and not fusions:
         return name
 
@@ -162,9 +162,9 @@ def _find_backend(name: str, workarounds: GraphWorkarounds, fusions: tuple[str, 
 
 @contextmanager
 def compile_cache_env(placement: Placement) -> Iterator[None]:
-    """Set the environment variable for the compiler's cache directory during the block.
+    """Set the environment variable for the compiler's cache directory within the `with` block.
 
-    A compiler may set the variable to its own default. That is undone too.
+    If the compiler sets the variable to its own default, that change is also undone.
     """
     variable = placement.plan.compiler.value.cache_variable
     if not variable or not (placement.cache_dir or placement.report.compiled_models):
@@ -201,7 +201,7 @@ def _is_set_by_user(variable: str) -> bool:
 
 @contextmanager
 def _restore_env(variable: str) -> Iterator[None]:
-    """Restore an environment variable after the block."""
+    """Restore an environment variable after the `with` block."""
     before = os.environ.get(variable)
     try:
         yield
@@ -213,7 +213,7 @@ def _restore_env(variable: str) -> Iterator[None]:
 
 
 def record_shape(placement: Placement, request: CallRequest) -> None:
-    """Add a call's image size to the report of a compiled pipeline; warn if the size must be compiled first."""
+    """Add a call's image size to a compiled pipeline's report; warn if that size has not been compiled yet."""
     report, rule = placement.report, placement.plan.compiler.value
     if report.compiled_models is None:
         return

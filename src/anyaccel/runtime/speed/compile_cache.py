@@ -1,8 +1,8 @@
 """The compile cache in `ANYACCEL_CACHE`, keyed by model structure, shape, dtype, device and library versions.
 
-An entry is one file, named by the digest of its key: a line with the format name, a line of JSON (key, checksum,
-creation time, compile time) and the payload. A damaged entry is logged, removed and compiled again. Keys differ
-between versions and devices, so an entry for another version or device is never loaded.
+An entry is one file, named by the digest of its key: a line with the format name, a line of JSON (key,
+checksum, creation time, compile time) and the payload. A corrupted entry is logged, removed and compiled
+again. Keys differ between versions and devices, so an entry for another version or device is never loaded.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def find_path(key: dict[str, str]) -> Path:
 
 
 def load_payload(key: dict[str, str]) -> bytes | None:
-    """Return the payload for a key; None if there is no entry. A damaged entry is removed."""
+    """Return the payload for a key, or None if there is no entry; remove a corrupted entry."""
     path = find_path(key)
     try:
         content = path.read_bytes()
@@ -107,7 +107,7 @@ def remove_payload(key: dict[str, str]) -> None:
 
 
 def save_payload(key: dict[str, str], payload: bytes, took_s: float) -> bool:
-    """Write or replace an entry; return whether that succeeded."""
+    """Write or replace an entry; return whether it was written."""
     path = find_path(key)
     checksum = hashlib.sha256(payload).hexdigest()
     header = {"key": key, "sha256": checksum, "created": time.time(), "took_s": round(took_s, 2)}
@@ -123,7 +123,7 @@ def save_payload(key: dict[str, str], payload: bytes, took_s: float) -> bool:
 
 
 def list_entries() -> list[CacheEntry]:
-    """Return all entries, newest first, including damaged ones."""
+    """Return all entries, newest first, including corrupted ones."""
     entries = [entry for path in _list_paths() if (entry := _read(path)) is not None]
     return sorted(entries, key=lambda entry: -entry.created)
 
@@ -146,7 +146,7 @@ def _read(path: Path) -> CacheEntry | None:
 
 
 def _parse(path: Path, content: bytes) -> tuple[CacheEntry, bytes]:
-    """Split the content of a file into an entry and its payload; a damaged entry has `fault` set."""
+    """Split a file's content into an entry and its payload; a corrupted entry has `fault` set."""
     header, _, payload = content.removeprefix(_MAGIC).partition(b"\n")
     try:
         if not content.startswith(_MAGIC):
@@ -161,7 +161,7 @@ def _parse(path: Path, content: bytes) -> tuple[CacheEntry, bytes]:
 
 
 def _parse_header(content: bytes) -> tuple[dict[str, str], str, float, float]:
-    """Return key, checksum, creation time and compile time; raise ValueError if one is invalid."""
+    """Return the key, checksum, creation time and compile time; raise ValueError if any of them is invalid."""
     try:
         header: dict[str, Any] = json.loads(content)
         key, sha256, created, took_s = header["key"], header["sha256"], header["created"], header["took_s"]
@@ -181,7 +181,7 @@ def _parse_number(value: Any, maximum: int) -> float:
 
 
 def export_entries(path: Path, entries: list[CacheEntry]) -> int:
-    """Write undamaged entries to an archive for a machine with the same device; return their number."""
+    """Write intact entries to an archive for a machine with the same device; return how many were written."""
     intact = [entry for entry in entries if not entry.fault]
     with atomic_writer(path) as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
         for entry in intact:
@@ -190,9 +190,10 @@ def export_entries(path: Path, entries: list[CacheEntry]) -> int:
 
 
 def import_entries(path: Path) -> tuple[int, int, list[str]]:
-    """Import the entries of an archive written by `export_entries`, replacing damaged ones.
+    """Import the entries from an archive written by `export_entries`, replacing corrupted ones.
 
-    Return the number of imported entries, the number that already existed, and the rejected entries with reasons.
+    Return the number of imported entries, the number that already existed, and the rejected entries with
+    reasons.
     """
     try:
         with tarfile.open(path, "r:gz") as archive:
@@ -234,9 +235,10 @@ def _read_members(archive: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
 def prune_entries(
     *, older_than_days: float | None = None, versions: dict[str, str] | None = None
 ) -> tuple[int, int, list[str]]:
-    """Remove damaged entries, entries for other versions and old entries; without arguments, remove all entries.
+    """Remove corrupted entries, entries written by other versions and old entries; without arguments, remove all.
 
-    Return the number of removed entries, their size in bytes, and the paths that are not entries and remain.
+    Return the number of removed entries, their size in bytes, and the paths left in place because they are not
+    entries.
     """
     removed, freed_bytes, foreign = 0, 0, []
     remove_all = older_than_days is None and versions is None
@@ -275,7 +277,7 @@ def _is_old_entry(path: Path) -> bool:
 
 
 def _remove(path: Path) -> bool:
-    """Remove an entry; return whether that succeeded."""
+    """Remove an entry; return whether it was removed."""
     try:
         if path.is_dir():
             for name in _OLD_FILES:

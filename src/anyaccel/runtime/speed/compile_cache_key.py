@@ -1,4 +1,4 @@
-"""Keys of the compile cache. Machines with the same device and the same versions have the same keys."""
+"""Compile cache keys, which are equal on machines with the same device and the same library versions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_cache_key(pipe: Any, placement: Placement, shape: str) -> dict[str, str
 
 
 def find_versions() -> dict[str, str]:
-    """Return the versions that compiled code depends on; an empty string for a library that is not installed."""
+    """Return the library versions that compiled code depends on; a missing library has an empty string."""
     # From the package metadata: the packages need not be imported, or even installed.
     versions = {}
     for name in ("anyaccel", "torch", "triton", "diffusers", "transformers"):
@@ -47,7 +47,7 @@ def find_versions() -> dict[str, str]:
 
 
 def _summarize_model(model: Any) -> dict[str, Any]:
-    """Summarize a model: its class, its config, and a hash of its weight names, shapes and dtypes."""
+    """Summarize a model by its class, its config, and a hash of its weights' names, shapes and dtypes."""
     # The weights, because LoRA adapters add some without changing the config.
     weights = hashlib.sha256()
     for name, parameter in model.named_parameters():

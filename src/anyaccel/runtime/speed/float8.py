@@ -38,7 +38,7 @@ class Float8Linear(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The dequantized weight. Models read its dtype and device."""
+        """The dequantized weight; models read its dtype and device."""
         return (self.packed.to(torch.float32) * self.scales).to(self.dtype)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ class Float8Linear(torch.nn.Module):
 
 
 def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows in float8 and the scale of each row."""
+    """Quantize rows to float8; return them with the scale of each row."""
     scales = rows.abs().amax(1, keepdim=True).to(torch.float32).clamp_min(_MIN_ROW_MAX) / _MAX_FLOAT8
     return (rows.to(torch.float32) / scales).to(FLOAT8), scales
 

@@ -104,7 +104,7 @@ class GraphCapture:
                 self._running = False
 
     def _find_obstacle(self) -> str | None:
-        """Return why this call must run eagerly, or None. An empty reason is not added to the report."""
+        """Return the reason why this call must run eagerly, or None. An empty reason is not added to the report."""
         module = self._module()
         if torch.is_grad_enabled() or is_autocast_enabled() or module is None:
             return ""
@@ -165,7 +165,7 @@ class GraphCapture:
         return shape
 
     def _time(self, shape: _CapturedShape, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Run and time the forward once; mark the module as not capturable if it keeps state or changes its inputs."""
+        """Run and time the forward once; mark the module as not capturable if it keeps state or modifies its inputs."""
         fingerprint, leaves = self._fingerprint, tree_flatten((args, kwargs))[0]
         self.synchronize()
         start = time.perf_counter()
@@ -236,7 +236,7 @@ def _run(forward: Forward, spec: Any, leaves: list[Any], tensors: list[torch.Ten
 
 
 def _make_leaf_key(leaf: Any) -> Any:
-    """Return the key of one argument: shape, strides, dtype and device of a tensor, or any other value itself."""
+    """Return the key of one argument: the shape, strides, dtype and device of a tensor, or any other value itself."""
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
     if not isinstance(leaf, _PLAIN_TYPES):

@@ -17,7 +17,7 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def fuse(module: torch.fx.GraphModule, fusions: tuple[str, ...]) -> int:
-    """Apply the named fusions to a graph in place; return how many operations were replaced."""
+    """Apply the named fusions to a graph in place; return the number of replaced operations."""
     replaced = 0
     for node in list(module.graph.nodes):
         if "group_norm" in fusions and node.target in _GROUP_NORMS:

@@ -56,7 +56,7 @@ class LayerHooks:
         return any(self._tables)
 
     def has_foreign_forward(self) -> bool:
-        """Return whether another library replaced the forward of the module or of a layer."""
+        """Return whether another library has replaced the forward of the module or of one of its layers."""
         module = self._module()
         if module is None:
             return False
@@ -93,7 +93,7 @@ class PatchedCode:
         self._entry_methods = list(self._read_entry_methods())
 
     def changed(self) -> bool:
-        """Return whether a function of a class, a module or `torch.nn.functional` was replaced."""
+        """Return whether a function in a class, a module or `torch.nn.functional` has been replaced."""
         if any(namespace.get(name) is not value for namespace, name, value in self._functions):
             return True
         return not _are_same(list(self._read_entry_methods()), self._entry_methods)
@@ -205,7 +205,7 @@ class ModuleFingerprint:
 
 
 def _without_overrides(layer: dict[str, Any]) -> Iterator[Any]:
-    """Yield a layer's attributes, with our own forward override replaced by the forward it wraps."""
+    """Yield the attributes of a layer, with our own forward override replaced by the forward that it wraps."""
     for name, value in layer.items():
         if name == OVERRIDES_KEY:
             continue

@@ -39,7 +39,7 @@ class StepSkipper:
         """The input shapes and the output, by model and index within the step."""
 
     def run_or_reuse(self, model_id: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a denoiser, or return the output of its corresponding run at an earlier step."""
+        """Run a denoiser, or return the output of the corresponding run at an earlier step."""
         index = self._run_indices[model_id] = self._run_indices.get(model_id, -1) + 1
         shapes = tree_map(lambda leaf: leaf.shape if isinstance(leaf, torch.Tensor) else None, (args, kwargs))
         stored = self._outputs.get((model_id, index))
@@ -79,7 +79,7 @@ def current_step_skipper() -> StepSkipper | None:
 
 @contextmanager
 def track_steps(pipe: Any, rule: StepSkipping | None) -> Iterator[StepSkipper | None]:
-    """Count the steps of a pipeline's scheduler during the block; yield None if there is no rule or no scheduler.
+    """Count a pipeline's scheduler steps within the `with` block; yield None if there is no rule or scheduler.
 
     The skipper belongs to one call in one thread. Another pipeline with the same models runs all of its steps.
     """

@@ -165,7 +165,7 @@ def _add(func: Any, args: Any, kwargs: Any) -> ComplexPair:
 
 
 def _broadcast_parts(real: Tensor, imaginary: Tensor) -> ComplexPair:
-    """Broadcast the two parts of a pair, which differ in shape after adding a real tensor to a smaller pair."""
+    """Broadcast the parts of a pair to one shape; they differ after a real tensor is added to a smaller pair."""
     shape = torch.broadcast_shapes(real.shape, imaginary.shape)
     return ComplexPair(*(part if part.shape == shape else part.expand(shape).clone() for part in (real, imaginary)))
 
@@ -315,7 +315,7 @@ class _PairFactory:
 
 
 def _creates_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a factory creates a complex tensor, by its dtype or its fill value."""
+    """Return whether a factory creates a complex tensor, judging by its dtype or fill value."""
     dtype = kwargs.get("dtype")
     if dtype is not None:
         return bool(dtype.is_complex)

@@ -1,4 +1,4 @@
-"""Replacement of dtypes that the device does not support, in factories, casts and moves."""
+"""Replacement of dtypes that the device does not support, in factory functions, casts and moves."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def make_handlers(
 
 
 def replace_dtype(tensor: Tensor, replacements: dict[torch.dtype, torch.dtype]) -> Tensor:
-    """Cast a tensor to the replacement of its dtype, if it has one."""
+    """Cast a tensor to the replacement for its dtype, if there is one."""
     replacement = replacements.get(tensor.dtype)
     return tensor if replacement is None else tensor.to(replacement)
 
 
 class _DtypeReplacer:
-    """Handlers that replace dtypes of tensors on the device. Tensors on other devices keep their dtype."""
+    """Handlers that replace the dtypes of tensors on the device; tensors on other devices keep their dtype."""
 
     def __init__(self, device: torch.device, replacements: dict[torch.dtype, torch.dtype], inner: dict[Any, Any]):
         self.device_type = device.type
@@ -102,7 +102,7 @@ class _DtypeReplacer:
         return self.call(func, args, kwargs)
 
     def _default_dtype(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-        """Return the dtype that a factory uses without `dtype=`; None if that is always supported."""
+        """Return the dtype that a factory uses if `dtype=` is not given; None if that dtype is always supported."""
         if args and isinstance(args[0], Tensor):
             return args[0].dtype
         values = [*args, *(kwargs[name] for name in ("start", "end", "step", "fill_value") if name in kwargs)]
@@ -163,7 +163,7 @@ class _DtypeReplacer:
 
 
 def _widen_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Cast int32 indices back to int64 for a function that requires int64; data and source tensors are not cast."""
+    """Cast int32 indices back to int64 for a function that requires int64; do not cast data or source tensors."""
 
     def widen(value: Any) -> Any:
         return value.to(torch.int64) if isinstance(value, Tensor) and value.dtype == torch.int32 else value

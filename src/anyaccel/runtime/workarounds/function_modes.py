@@ -1,8 +1,9 @@
 """Torch function modes that apply the workarounds of a plan while a pipeline runs.
 
-Two `TorchFunctionMode`s are entered during a call. `PipelineFunctionMode` is active in the pipeline's own code: it
-draws noise on the CPU and moves CPU tensors that are used together with device tensors. `ModelFunctionMode` replaces it
-inside a model, and only if the plan names a workaround that models need. Otherwise a model runs without a mode.
+Two `TorchFunctionMode`s are used during a call. `PipelineFunctionMode` is active in the pipeline's own
+code: it draws noise on the CPU and moves CPU tensors that are used together with device tensors.
+`ModelFunctionMode` replaces it inside a model, and only if the plan names a workaround that models need.
+Otherwise a model runs without a mode.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ def enter_model_mode(mode: ModelFunctionMode | None) -> tuple[list[PipelineFunct
 
 @contextmanager
 def preserve_function_modes() -> Iterator[None]:
-    """Restore the stack of function modes after the block.
+    """Restore the stack of function modes after the `with` block.
 
     Ctrl-C can arrive between the push and the pop of a mode, which would leave the mode active permanently.
     """

@@ -19,7 +19,7 @@ _MAX_FILL_ELEMENTS = 64
 
 
 class HostTransfer:
-    """Transfer of a torch function's CPU tensor arguments to one device."""
+    """Moves CPU tensor arguments of a torch function to one device."""
 
     def __init__(
         self,
@@ -67,7 +67,10 @@ class HostTransfer:
         return self.cpu_tensors is not None and target.type == self.device_type and self.cpu_tensors.owns(tensor)
 
     def _find_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool]:
-        """Return whether CPU and whether device tensors are among the arguments, one level into lists and tuples."""
+        """Return whether the arguments contain CPU tensors and whether they contain device tensors.
+
+        Lists and tuples are searched one level deep.
+        """
         on_cpu = on_device = False
         for value in (*args, *kwargs.values()) if kwargs else args:
             for tensor in value if isinstance(value, list | tuple) else (value,):
@@ -103,7 +106,7 @@ class HostTransfer:
 
 
 def copy_or_fill(tensor: torch.Tensor, device: torch.device, copy: CopyFunction = torch.Tensor.to) -> torch.Tensor:
-    """Copy a CPU tensor to the device, or fill it there if it is small and all elements are equal.
+    """Copy a CPU tensor to the device, or fill a new tensor there if it is small with equal elements.
 
     The typical case for filling is the timestep of a batch.
     """

@@ -27,9 +27,9 @@ MethodWrapper = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, An
 def override_method(
     scheduler: Any, name: str, wrapper: MethodWrapper, *, in_deep_copies: bool = False
 ) -> Iterator[None]:
-    """Run a wrapper around one method of a scheduler during the block; the last wrapper added is the outermost.
+    """Run a wrapper around a scheduler method within the `with` block; the last wrapper added is the outermost.
 
-    Deep copies taken during the block have the original method, or also the wrapper if `in_deep_copies` is set.
+    Deep copies made within the block have the original method, or also the wrapper if `in_deep_copies` is set.
     """
     override = vars(scheduler).get(name)
     if not isinstance(override, MethodOverride):
@@ -89,7 +89,7 @@ class MethodOverride:
         return scheduler
 
     def _find_original(self, scheduler: Any) -> Any:
-        """Return the method without overrides, looked up at call time so later patches to the class apply."""
+        """Return the method without overrides, looked up at call time so that later patches to the class take effect."""
         if self.instance_method is not None:
             return self.instance_method
         return _load_original(scheduler, self.name, None)

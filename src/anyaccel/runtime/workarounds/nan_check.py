@@ -41,7 +41,7 @@ class OutputCheck:
 
 @contextmanager
 def checking_outputs(record_event: RecordEvent | None = None) -> Iterator[OutputCheck]:
-    """Record the outputs of all models that this thread runs during the block."""
+    """Record the outputs of all models that this thread runs within the `with` block."""
     before = getattr(_ACTIVE, "check", None)
     _ACTIVE.check = check = OutputCheck(record_event)
     try:
@@ -64,7 +64,7 @@ def record_output(name: str, output: Any) -> None:
 
 
 def find_non_finite(check: OutputCheck) -> list[str]:
-    """Return the models with NaN or Inf in their last output, in the order they first ran."""
+    """Return the models with NaN or Inf in their last output, in the order in which they first ran."""
     if not check.last_outputs:
         return []
     flags = [torch.isfinite(tensor).all() for tensor in check.last_outputs.values()]
@@ -75,10 +75,10 @@ def find_non_finite(check: OutputCheck) -> list[str]:
 
 @contextmanager
 def find_first_non_finite(components: dict[str, Any]) -> Iterator[list[tuple[str, int]]]:
-    """Check the output of every module during the block; yield a list that receives the first failure.
+    """Check the output of every module within the `with` block; yield a list that receives the first failure.
 
-    The failure is the path of the module and the number of the model's forward pass. Every check synchronizes with the
-    device, so use this only to replay a failed run.
+    The failure is the module path and the number of the model's forward pass. Every check synchronizes with the
+    device, so use this only to rerun a failed call.
     """
     failures: list[tuple[str, int]] = []
     forward_counts: dict[str, int] = {}
@@ -112,7 +112,7 @@ def find_first_non_finite(components: dict[str, Any]) -> Iterator[list[tuple[str
 
 
 def warn_safety_checker(result: Any) -> None:
-    """Warn that the safety checker replaced images, because a black image otherwise looks like NaN in the output."""
+    """Warn that the safety checker replaced images, because black images could be mistaken for NaN outputs."""
     flags = getattr(result, "nsfw_content_detected", None)
     if isinstance(flags, list) and any(flags):
         vars(result)["blackened"] = [bool(flag) for flag in flags]

@@ -1,7 +1,7 @@
-"""Noise that is drawn on the CPU, which makes it the same on every device.
+"""Noise that is drawn on the CPU, so it is the same on every device.
 
-Noise from a seed, or without a generator, is drawn in float32 and cast. A generator that the caller passes draws in the
-dtype that the pipeline requests, as in diffusers.
+Noise from a seed, or without a generator, is drawn in float32 and cast. A generator passed by the caller
+draws in the dtype that the pipeline requests, as in diffusers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class NoiseSource:
         return draw(shape, generator)
 
     def owns(self, generator: torch.Generator) -> bool:
-        """Return whether this source created a generator from a seed; all other generators come from the caller."""
+        """Return whether this source created the generator from a seed; all other generators come from the caller."""
         return False
 
 
@@ -94,7 +94,7 @@ _DEFAULT_SOURCE = NoiseSource()
 
 @contextmanager
 def use_noise_source(source: NoiseSource) -> Iterator[None]:
-    """Draw this thread's noise from the given source during the block."""
+    """Draw this thread's noise from the given source within the `with` block."""
     before = getattr(_ACTIVE, "source", None)
     _ACTIVE.source = source
     try:
@@ -136,7 +136,7 @@ class _CpuDrawing:
         self.device, self.replacements, self.copy = device, replacements, copy
 
     def _is_device_generator(self, generator: Any, target: torch.device) -> bool:
-        """Return whether the caller passed a generator on the target device; torch then draws there itself."""
+        """Return whether the caller passed a generator on the target device; if so, torch draws there itself."""
         return generator is not None and not is_host(generator.device) and is_on(generator.device, target.type)
 
     def _finish(self, drawn: Tensor, dtype: torch.dtype, target: torch.device, kwargs: dict[str, Any]) -> Tensor:

@@ -1,7 +1,7 @@
-"""Copies between CPU and device that do not wait for the work of other calls on the same device.
+"""Copies between CPU and device that do not block on the work of other calls on the same device.
 
-A copy from or to pageable host memory waits until the device has finished all enqueued work. Meanwhile no other thread
-can enqueue anything, so one call that reads its image would stall all concurrent calls.
+A copy from or to pageable host memory blocks until the device has finished all enqueued work. Meanwhile no
+other thread can enqueue anything, so one call that reads its image would stall all concurrent calls.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OverlappedCopy:
         self.driver, self.index, self.device_type = opened.driver, opened.index, opened.torch_device.type
 
     def record_event(self) -> Callable[[], None]:
-        """Record an event after the last enqueued work; return a function that waits for it."""
+        """Record an event after all work enqueued so far; return a function that waits for the event."""
         return self.driver.record_event(self.index)
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -56,7 +56,7 @@ class OverlappedCopy:
             return read()
 
     def make_handlers(self, handlers: dict[Any, Handler]) -> dict[Any, Handler]:
-        """Return handlers for functions that move tensors; moves they do not cover go to the existing handlers."""
+        """Return handlers for functions that move tensors; all other moves use the existing handlers."""
         return {func: self._wrap_handler(handlers.get(func)) for func in _MOVE_FUNCTIONS}
 
     def _wrap_handler(self, inner: Handler | None) -> Handler:

@@ -53,7 +53,7 @@ class CpuTensors:
 
 @contextmanager
 def keep_on_cpu(components: dict[str, Any]) -> Iterator[CpuTensors]:
-    """Keep the schedulers of a pipeline on the CPU during the block."""
+    """Keep a pipeline's schedulers on the CPU within the `with` block."""
     cpu_tensors = CpuTensors()
     schedulers = {id(component): component for component in components.values() if _is_scheduler(component)}.values()
     with ExitStack() as stack:
@@ -93,7 +93,7 @@ def _find_methods(scheduler_class: Any) -> dict[str, inspect.Signature]:
 
 
 class _CpuMethod:
-    """A wrapper for a scheduler method that sets its device to the CPU and copies its timestep to the CPU."""
+    """A wrapper for a scheduler method that sets its `device` argument to the CPU and copies its timestep there."""
 
     def __init__(self, signature: inspect.Signature, cpu_tensors: CpuTensors) -> None:
         self.cpu_tensors = cpu_tensors

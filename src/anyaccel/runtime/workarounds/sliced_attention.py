@@ -1,4 +1,4 @@
-"""Attention in slices: the same result with fewer attention scores in memory at a time."""
+"""Sliced attention: the same result with fewer attention scores in memory at a time."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _attend(
 
 
 def _count_heads_per_slice(rule: AttentionRule, heads: int) -> int | None:
-    """Return the number of heads per slice: None for all, half of them for "auto", one for "max"."""
+    """Return the number of heads per slice: half of them for "auto", one for "max", None for all heads."""
     if rule.heads is None or isinstance(rule.heads, int):
         return rule.heads
     return max(1, heads // 2) if rule.heads == "auto" else 1
@@ -78,7 +78,7 @@ def attend_in_slices(
     causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Compute attention over some rows (batch × heads) and some queries at a time."""
+    """Compute attention for only some rows (batch × heads) and some queries at a time."""
     lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     queries, keys = query.shape[-2], key.shape[-2]
     query, key, value = (_flatten(tensor, lead) for tensor in (query, key, value))

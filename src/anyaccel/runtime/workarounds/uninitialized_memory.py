@@ -15,7 +15,7 @@ _EMPTY_FACTORIES = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.n
 
 
 def make_zero_empty_handlers(device: torch.device) -> dict[Any, Any]:
-    """Return handlers that fill the result of `torch.empty` on the device with zeros."""
+    """Return handlers that zero-fill the result of `torch.empty` on the device."""
 
     # On MPS new memory can contain NaN. diffusers' sliced attention passes `torch.empty` to `baddbmm`, and one NaN
     # turns the image black: https://github.com/huggingface/diffusers/issues/14438 (torch 2.13).

@@ -36,7 +36,7 @@ class CallArgs:
     """Properties that two calls must share to be joined: dtypes, devices, shapes without the batch, plain values."""
 
     def can_join(self, other: CallArgs) -> bool:
-        """Return whether two calls can run as one, because they differ only in their batched inputs and timesteps."""
+        """Return whether two calls can be batched: they may differ only in their batched inputs and timesteps."""
         if self is other:
             return True
         if self.spec != other.spec or self.key != other.key:
@@ -67,7 +67,7 @@ def _are_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _read_state(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return a tensor's address and version counter, which is -1 for inference tensors."""
+    """Return a tensor's data pointer and version counter; the counter is -1 for inference tensors."""
     return tensor.data_ptr(), -1 if tensor.is_inference() else read_version(tensor)
 
 
@@ -139,7 +139,7 @@ def _join_leaf(leaves: list[Any], calls: Sequence[CallArgs], padding: int) -> An
 
 
 def split_result(result: Any, rows: Sequence[int]) -> list[Any]:
-    """Split the result of a joined call into one result per call; `rows` are their batch sizes."""
+    """Split the result of a joined call into one result per call; `rows` contains the batch size of each call."""
     if len(rows) == 1 or (len(rows) == 2 and rows[1] == 0):  # one call, unpadded
         return [result]
     leaves, spec = tree_flatten(result)

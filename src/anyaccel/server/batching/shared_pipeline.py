@@ -41,10 +41,10 @@ class SharedPipeline:
         self.forwards = {name: self._install(module, name in denoisers) for name, module in _batchable_modules(pipe)}
 
     def run(self, call: Mapping[str, Any], pipe_copy: Any = None) -> Any:
-        """Run a pipeline call and return its output, which concurrent calls do not change.
+        """Run a pipeline call and return its output, which is not affected by concurrent calls.
 
-        The call runs on `pipe_copy`, a lightweight copy of this pipeline or of another pipeline with the same models.
-        By default, a new copy is created.
+        The call runs on `pipe_copy`, a lightweight copy of this pipeline or of another pipeline with the same
+        models. By default, a new copy is created.
         """
         with self.batcher.participating():
             return (light_copy(self.pipe) if pipe_copy is None else pipe_copy)(**call)
@@ -98,12 +98,12 @@ class SharedPipeline:
                 forward.recorded_args = None
 
     def close(self) -> None:
-        """Restore the original forward of each model."""
+        """Restore each model's original forward method."""
         for forward in self.forwards.values():
             remove_override(forward.module, Slot.BATCHING)
 
     def drop_stale_captures(self) -> None:
-        """Drop captured graphs of models that have changed since the capture. No call may be running."""
+        """Drop the captured graphs of models that have changed since capture. No call may be running."""
         for forward in self.forwards.values():
             capture = get_override(forward.module, Slot.CAPTURE)
             if isinstance(capture, GraphCapture):

@@ -36,7 +36,7 @@ _WARM_UP_RUNS = 4
 
 @dataclass(eq=False)
 class _PendingCall:
-    """A call that waits for its batch."""
+    """A call that is waiting for its batch."""
 
     args: CallArgs
     thread_id: int
@@ -114,7 +114,7 @@ class StepBatcher:
 
     @contextmanager
     def participating(self) -> Iterator[None]:
-        """Register this thread's pipeline call within the `with` block, so that other calls wait to batch with it."""
+        """Register this thread's pipeline call within the `with` block, so that batches wait for it."""
         thread_id = threading.get_ident()
         with self.changed:
             self.active_calls[thread_id] = None
@@ -229,7 +229,7 @@ class StepBatcher:
 
 
 class BatchedForward:
-    """Override of one model's forward that batches concurrent calls."""
+    """Override of a model's forward method that batches concurrent calls."""
 
     def __init__(
         self, module: torch.nn.Module, batcher: StepBatcher, *, enabled: bool = True, is_denoiser: bool = True
@@ -336,7 +336,7 @@ class BatchedForward:
             self.pending.append(call)
 
     def _withdraw(self, call: _PendingCall) -> None:
-        """Remove a waiting call that was ended by an exception, such as KeyboardInterrupt."""
+        """Remove a waiting call that was interrupted by an exception, such as KeyboardInterrupt."""
         with self.batcher.changed:
             if call in self.pending:
                 self.pending.remove(call)
@@ -384,7 +384,7 @@ class BatchedForward:
         return not missing or (len(arrived) >= self.batcher.max_calls and not missing & self._oldest_calls())
 
     def _oldest_calls(self) -> set[int]:
-        """Return the thread ids of the oldest pipeline calls, up to a full batch; newer calls are in reserve."""
+        """Return the thread IDs of the oldest pipeline calls, up to a full batch; newer calls are held in reserve."""
         return set(itertools.islice(self.batcher.active_calls, self.batcher.max_calls))
 
     def _claim_batch(self) -> list[_PendingCall]:

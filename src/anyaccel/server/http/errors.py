@@ -18,7 +18,7 @@ _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_
 
 
 class ApiError(Exception):
-    """An error that is returned to the client as a JSON response."""
+    """Error returned to the client as a JSON response."""
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ router = APIRouter(prefix="/v1")
 
 @router.get("/models", summary="List the served models", responses={401: _ERRORS[401]})
 async def list_models(service: ServiceOf) -> dict[str, Any]:
-    """Return all served models, the default first."""
+    """Return all served models, starting with the default."""
     models = [describe_model(facts, service.created) for facts in service.dispatcher.models.values()]
     return {"object": "list", "data": models}
 
@@ -92,7 +92,7 @@ async def begin_job(
 ) -> Job:
     """Validate a request, store it as a job and return the job.
 
-    A request with an image is an edit; with an image and a mask, it is an inpainting job.
+    A request with an image is an edit; one with an image and a mask is an inpainting job.
     """
     service.check_ready()
     images = images or {}

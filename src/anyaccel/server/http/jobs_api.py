@@ -54,7 +54,7 @@ async def list_jobs(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     before: Annotated[str | None, Query(description="List only jobs that are older than this one.")] = None,
 ) -> dict[str, Any]:
-    """Return the client's jobs, the newest first."""
+    """Return the client's jobs, newest first."""
     before_job = None if before is None else await service.find(request, before)
     owner = str(request.state.owner)
     # One more than the limit, for `has_more`.

@@ -73,7 +73,7 @@ class RequestMiddleware:
             scope["state"]["owner"] = self._find_owner(scope, headers)
 
     def _find_owner(self, scope: Scope, headers: dict[str, str]) -> str:
-        """Return the digest of the request's API key, or an empty string if none is required; raise if invalid."""
+        """Return the digest of the API key, or an empty string if none is required; raise if the key is invalid."""
         authorization = headers.get("authorization", "")
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() == "bearer":
@@ -94,7 +94,7 @@ class RequestMiddleware:
         return match is not None and self.service.signer.is_signed(match[1], int(match[2]), tokens[0])
 
     async def _read_body(self, scope: Scope, receive: Receive) -> Receive:
-        """Read the complete body and return a `receive` that replays it."""
+        """Read the complete body and return a `receive` callable that replays it."""
         limits = self.service.settings.limits
         max_bytes = limits.max_body if scope["method"] == "POST" else 0
         length = _read_headers(scope).get("content-length", "0")
@@ -130,7 +130,7 @@ class RequestMiddleware:
         return replay
 
     def _record(self, scope: Scope, log: _RequestLog) -> None:
-        """Update the metrics and print one log line, without prompts and keys."""
+        """Update the metrics and print one log line, without prompts or API keys."""
         seconds = time.perf_counter() - log.started_at
         route = scope.get("route")
         # The route template, because a path with a job id would create a time series per job.
@@ -179,7 +179,8 @@ class _RequestLog:
 async def _reject(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Send an error response.
 
-    If the body is too large, it is read and discarded, because many clients read the response only after sending it.
+    If the body is too large, it is read and discarded, because many clients read the response only after they
+    have sent the entire body.
     """
     response = make_response(error)
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
@@ -206,5 +207,5 @@ def _read_headers(scope: Scope) -> dict[str, str]:
 
 
 def _strip_port(host: str) -> str:
-    """Return the host name from `name:port` or `[::1]:port`."""
+    """Return the host part of `name:port` or `[::1]:port`."""
     return host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]

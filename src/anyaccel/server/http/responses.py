@@ -47,7 +47,7 @@ class Signer:
         return hmac.compare_digest(self.sign(job, index).encode(), token.encode())
 
     def path(self, job: str, index: int) -> str:
-        """Return the signed URL of an image, without scheme and host."""
+        """Return the signed URL of an image, without the scheme and host."""
         return f"/v1/jobs/{job}/images/{index}?token={self.sign(job, index)}"
 
 

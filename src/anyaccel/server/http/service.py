@@ -1,4 +1,4 @@
-"""State that all endpoints share: job store, dispatcher, metrics and traces."""
+"""State shared by all endpoints: job store, dispatcher, metrics and traces."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Service:
         self.jobs.close()
 
     def check_ready(self) -> None:
-        """Raise if the service does not accept jobs."""
+        """Raise if the service is not accepting jobs."""
         # Not `is_ready`: while a dead worker restarts, its models are known and new jobs can wait in the queue.
         if not self.dispatcher.models or self.draining:
             reason = "shutting down" if self.draining else self.dispatcher.start_state.message
@@ -210,7 +210,7 @@ async def _first(awaitable: Any, disconnect: asyncio.Task[None]) -> JobEvent | N
 
 
 def _read_secret(folder: Path) -> bytes:
-    """Return the key that signs image URLs; create it on first use, readable only by the current user."""
+    """Return the secret key for signing image URLs; create it on first use, readable only by the current user."""
     file = folder / "secret"  # stored, because URLs must stay valid after a restart
     if not file.exists():
         atomic_write(file, secrets.token_bytes(32), mode=0o600)

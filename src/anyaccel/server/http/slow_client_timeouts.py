@@ -34,7 +34,7 @@ class SlowClientProtocol(H11Protocol):
         self._check_progress(0)
 
     def _check_progress(self, previous: int) -> None:
-        """Abort the connection if the client has read nothing since the last check."""
+        """Abort the connection if the client has not read any data since the last check."""
         # uvicorn pauses the response while the write buffer is full, so a stalled client leaves its size unchanged.
         unsent = self.transport.get_write_buffer_size()
         if unsent and unsent == previous:
@@ -72,7 +72,7 @@ class SlowClientProtocol(H11Protocol):
 
 
 def make_protocol(header_timeout_s: float, send_timeout_s: float) -> type[SlowClientProtocol]:
-    """Return the protocol class with the given timeouts."""
+    """Return a protocol class with the given timeouts."""
     # uvicorn instantiates the class itself, so the timeouts must be class attributes.
     timeouts = {"header_timeout_s": header_timeout_s, "send_timeout_s": send_timeout_s}
     return type("SlowClientProtocol", (SlowClientProtocol,), timeouts)

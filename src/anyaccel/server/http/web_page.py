@@ -28,13 +28,13 @@ def _read(name: str) -> bytes:
 
 @router.get("/", response_model=None)
 async def show_page() -> Response:
-    """Return the HTML page."""
+    """Return the web page's HTML."""
     return Response(_read("index.html"), media_type="text/html; charset=utf-8", headers=_HEADERS)
 
 
 @router.get("/page.css", response_model=None)
 async def show_style() -> Response:
-    """Return the style sheet."""
+    """Return the web page's stylesheet."""
     return Response(_read("page.css"), media_type="text/css; charset=utf-8", headers=_HEADERS)
 
 

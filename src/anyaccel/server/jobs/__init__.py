@@ -1,1 +1,1 @@
-"""The job queue: its SQLite store, the dispatcher, events, metrics and traces."""
+"""Job queue: SQLite store, dispatcher, events, metrics and traces."""

@@ -254,7 +254,7 @@ class Dispatcher:
         self.jobs.expire(older_than_s=limits.keep_s, max_bytes=limits.keep_bytes)
 
     def _hangs(self) -> bool:
-        """Return whether, for `hang_s` seconds, the worker has sent no message or made no progress on its jobs."""
+        """Return whether the worker has sent no message, or made no progress on its jobs, for `hang_s` seconds."""
         with self.lock:
             since = self.last_progress if self.running else self.last_message
             return time.monotonic() - min(since, self.last_message) > self.settings.limits.hang_s
@@ -365,7 +365,7 @@ class Dispatcher:
     def _cancel_overdue_jobs(self) -> None:
         """Cancel jobs that have exceeded their deadline.
 
-        The time starts when a job is accepted, or when the service starts if that is later.
+        The deadline is measured from when the job was accepted, or from when the service started if that was later.
         """
         now = time.time()
         # Requeued jobs are often older than the deadline: a restart gives them the full time again.

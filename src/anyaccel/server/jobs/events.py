@@ -1,4 +1,4 @@
-"""Job events, passed from the dispatcher's thread to the HTTP requests that wait for them."""
+"""Job events, passed from the dispatcher's thread to the HTTP requests that are waiting for them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Progress:
     """Events with previews and finished images."""
 
     def to_events(self) -> list[JobEvent]:
-        """Return events that describe the current progress to a late subscriber."""
+        """Return events that inform a late subscriber of the current progress."""
         steps = [JobEvent("step", index, done, total) for index, (done, total) in self.steps.items()]
         return [*steps, *self.images]
 
@@ -129,19 +129,19 @@ class EventBus:
                 subscription.loop.call_soon_threadsafe(subscription.put, event)
 
     def wake_all(self) -> None:
-        """Notify all subscribers, so that they read the state of their jobs again."""
+        """Notify all subscribers, so that they reread the state of their jobs."""
         with self.lock:
             jobs = list(self.subscriptions)
         for job in jobs:
             self.publish(job, JobEvent("state"))
 
     def forget(self, job: str) -> None:
-        """Drop the progress of a job that ended or was requeued."""
+        """Drop the progress of a job that has ended or was requeued."""
         with self.lock:
             self.progress.pop(job, None)
 
     def fraction(self, job: str, images: int) -> float:
-        """Return the finished fraction of a job with `images` images."""
+        """Return the completed fraction of a job with `images` images."""
         with self.lock:
             progress = self.progress.get(job)
             return 0.0 if progress is None else progress.fraction(images)

@@ -1,4 +1,4 @@
-"""Prometheus metrics for the service. Labels never contain prompts, keys or job ids."""
+"""Prometheus metrics for the service. Labels never contain prompts, keys or job IDs."""
 
 from __future__ import annotations
 

@@ -279,7 +279,11 @@ class JobStore:
         return [_read_job(row) for row in rows]
 
     def expire(self, *, older_than_s: float, max_bytes: int) -> int:
-        """Delete ended jobs that are too old, and the oldest ones beyond `max_bytes`; return the number deleted."""
+        """Delete expired jobs and return the number of deleted jobs.
+
+        An ended job expires after `older_than_s` seconds, or when the total size of this job and all newer ended
+        jobs exceeds `max_bytes`.
+        """
         now = time.time()
         with self._lock:
             rows = self._database.execute(
@@ -304,7 +308,7 @@ class JobStore:
         return job if job is not None and owner in (None, job.owner) else None
 
     def list(self, *, owner: str | None = None, limit: int = 100, before: Job | None = None) -> list[Job]:
-        """Return the newest jobs, newest first; with `before`, only jobs that are older than it."""
+        """Return up to `limit` jobs, newest first; with `before`, only those older than that job."""
         latest = None if before is None else before.created
         with self._lock:
             rows = self._database.execute(
@@ -323,7 +327,7 @@ class JobStore:
             return int(rows.fetchone()[0])
 
     def count(self, state: State) -> int:
-        """Return the number of jobs in a state."""
+        """Return the number of jobs in the given state."""
         with self._lock:
             return int(self._database.execute("SELECT COUNT(*) FROM jobs WHERE state = ?", (state,)).fetchone()[0])
 
@@ -382,7 +386,7 @@ class JobStore:
 def _open_database(file: Path) -> sqlite3.Connection:
     """Open or create the database.
 
-    Raises, without changing the file, if it is damaged or was written by another version.
+    Raises, without changing the file, if it is corrupted or was written by another version.
     """
     file.touch(mode=0o600)  # prompts are private
     database = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=30)

@@ -41,7 +41,7 @@ class StepObserver:
         self.steps_done = 0
 
     def is_preview_due(self, total: int) -> bool:
-        """Return whether a preview is due after the next step of `total` steps."""
+        """Return whether a preview is due after the next step, given `total` steps."""
         has_previews = self.on_preview is not None and self.previews_sent < len(self.preview_fractions)
         return has_previews and (self.steps_done + 1) / total >= self.preview_fractions[self.previews_sent]
 

@@ -1,4 +1,4 @@
-"""Specification of a job, which is stored as JSON and sent to the worker."""
+"""Job specification, stored as JSON and sent to the worker."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Workaround for growing host memory use in long-running worker processes.
 
-glibc gives each thread its own malloc arena and does not return memory that is freed in it. A worker with many threads
-therefore grows until every arena has held its largest image. macOS, musl and Windows are not affected.
+glibc gives each thread its own malloc arena and does not return the memory freed in an arena to the
+operating system. A worker with many threads therefore grows until every arena has held its largest image.
+macOS, musl and Windows are not affected.
 """
 
 from __future__ import annotations

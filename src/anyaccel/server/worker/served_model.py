@@ -126,7 +126,7 @@ class ServedModel:
         return () if placement is None else placement.denoisers
 
     def close(self) -> None:
-        """Disable batching and restore the original forward of each model."""
+        """Disable batching and restore each model's original forward method."""
         if self.shared is not None:
             self.shared.close()
             self.shared = None
@@ -167,7 +167,7 @@ class ServedModel:
     def _run_exclusive(
         self, pipe: Any, call: dict[str, Any], spec: JobSpec, observer: StepObserver, size: tuple[int, int]
     ) -> Any:
-        """Run a call while no other call runs, because it may offload weights or recompute in float32."""
+        """Run a call while no other call is running, because it may offload weights or recompute in float32."""
         with self.lock.acquire(_adapter_of(spec), exclusive=True, is_stopped=observer.is_stopped):
             was_shared = self.shared is not None
             self.close()
@@ -179,7 +179,7 @@ class ServedModel:
                     self._resume_sharing(pipe)
 
     def _resume_sharing(self, pipe: Any) -> None:
-        """Move offloaded weights back to the device and enable batching again, if possible."""
+        """Move offloaded weights back to the device and re-enable batching, if possible."""
         placement = find_placement(pipe)
         try:
             if placement is not None and placement.residence != "resident":
@@ -317,7 +317,7 @@ def _parameters(pipe: Any) -> list[str]:
 
 
 def _find_pipelines(pipe: Any) -> dict[Task, Any]:
-    """Return a pipeline for each supported task. All of them share the models of `pipe`."""
+    """Return a pipeline for each supported task. All pipelines share the models of `pipe`."""
     parameters = inspect.signature(plain_class(pipe).__call__).parameters
     if "prompt" not in parameters:
         raise UsageError(f"{type(pipe).__name__} does not accept a prompt", hint="serve a text-to-image model")

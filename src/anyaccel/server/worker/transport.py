@@ -1,4 +1,4 @@
-"""The `WorkerTransport` interface, and its implementation with one child process."""
+"""`WorkerTransport` interface, and its implementation with one child process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["WorkerProcess", "WorkerTransport"]
 
 # `cluster.serve.replica_pool` implements this interface for workers on Ray.
 class WorkerTransport(Protocol):
-    """Interface for running jobs in one or more workers, which report progress with classes from `messages`."""
+    """Interface for running jobs in one or more workers, which report progress with `messages` classes."""
 
     self_healing: bool
     """Whether the transport itself replaces workers that hang or die; otherwise the dispatcher does."""
@@ -38,7 +38,7 @@ class WorkerTransport(Protocol):
         """Terminate all workers immediately. Safe to call from any thread and more than once."""
 
     def describe_end(self) -> str:
-        """Return how the transport ended, such as `with status -9`, for the log."""
+        """Describe how the transport ended, such as `with status -9`, for the log."""
 
 
 class WorkerProcess(PipeWorker):
@@ -56,7 +56,7 @@ class WorkerProcess(PipeWorker):
         return busy == 0 or busy + images <= self._max_in_flight
 
     def end(self) -> None:
-        """Kill the process."""
+        """Kill the worker process."""
         # Not SIGTERM, which the worker ignores. All state is in the job store, so nothing is lost.
         self.kill()
         self.wait()
