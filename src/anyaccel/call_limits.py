@@ -64,7 +64,7 @@ def check_multiple(name: str, side: int, multiple: int) -> None:
 
 
 def parse_image_size(text: str) -> tuple[int, int]:
-    """Parse an image size such as `512x768` into width and height; `512` means a square."""
+    """Parse an image size such as `512x768` into width and height; `512` means 512x512."""
     hint = "use WIDTHxHEIGHT in pixels, for example 512x768"
     # At most 18 digits: int() of a huge number would be slow.
     match = _SIZE.fullmatch(text.strip())

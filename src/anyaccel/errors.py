@@ -56,7 +56,7 @@ __all__ = [
 
 
 class AnyaccelError(Exception):
-    """Base class for all exceptions that anyaccel raises on purpose."""
+    """Base class for all exceptions that anyaccel raises deliberately."""
 
     exit_status: ClassVar[int] = 3
 
@@ -97,7 +97,7 @@ class UnknownProductError(UsageError):
 
 
 class UnknownComponentError(UsageError):
-    """Unknown component of a pipeline."""
+    """Unknown pipeline component."""
 
 
 class ModelError(UsageError):
@@ -111,14 +111,14 @@ class DeviceUnavailableError(AnyaccelError, RuntimeError):
 
 
 class LimitError(AnyaccelError, RuntimeError):
-    """A virtual device in strict mode hit a limit of the real one."""
+    """A virtual device in strict mode hit a limit of the real device."""
 
     exit_status = 1
 
 
 # Code that catches the TypeError of the real device must also work on a virtual one.
 class LimitTypeError(LimitError, TypeError):
-    """A `LimitError` for limits where the real device raises a TypeError."""
+    """A `LimitError` for limits at which the real device raises a TypeError."""
 
 
 class VirtualDeviceError(AnyaccelError, RuntimeError):
@@ -166,7 +166,7 @@ class PluginError(AnyaccelError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class name if the message is empty.
+    """Return the first line of an error message, or the error's class name if the message is empty.
 
     A line that ends with a colon, such as torch's "backend='inductor' raised:", is joined with the next one.
     """

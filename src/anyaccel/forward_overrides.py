@@ -50,7 +50,7 @@ OVERRIDES_KEY = "_anyaccel_overrides"
 
 
 class Slot(IntEnum):
-    """Slots for overrides; a module has at most one override per slot, and lower slots run around higher ones."""
+    """Override slots; a module has at most one override per slot, and lower slots run around higher ones."""
 
     INPUTS = 0
     """Device and dtype of inputs, torch function modes, NaN check."""
@@ -170,7 +170,7 @@ class ForwardOverrides:
 
 
 def set_override(module: torch.nn.Module, slot: Slot, override: Override) -> None:
-    """Set a module's override for a slot, replacing an earlier one."""
+    """Set a module's override for a slot, replacing any existing one."""
     chain = _find_chain(module) or _Chain()
     _install(module, chain)
     chain.change(slot, override)
@@ -201,14 +201,14 @@ def remove_override(module: torch.nn.Module, slot: Slot) -> None:
 
 
 def refresh_overrides(module: torch.nn.Module) -> None:
-    """Make a module's overrides outermost again, around hooks that replaced its forward in the meantime."""
+    """Move a module's overrides outside any hooks that have replaced its forward since they were set."""
     chain = _find_chain(module)
     if chain is not None:
         _install(module, chain)
 
 
 def run_beneath(module: torch.nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a module's forward with only the overrides in slots beneath the given one."""
+    """Run a module's forward with only the overrides in slots higher than the given one."""
     chain = _find_chain(module)
     top = None if chain is None or chain.top is None else chain.top()
     if chain is None or top is None:

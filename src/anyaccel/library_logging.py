@@ -1,7 +1,8 @@
-"""Control of loggers, warnings and progress bars of other libraries; the only module that silences them.
+"""Control of other libraries' loggers, warnings and progress bars; no other module silences them.
 
-Library calls (`anyaccel.place`, a pipeline call) drop only individual messages that do not apply to anyaccel. Whole
-libraries are silenced in commands, in worker processes, and while `anyaccel.explain` builds models without weights.
+Library calls (`anyaccel.place`, a pipeline call) drop only individual messages that do not apply to
+anyaccel. Entire libraries are silenced in commands, in worker processes, and while `anyaccel.explain`
+builds models without weights.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _ADVICE = (FLOAT32_ADVICE, *SAFETY_ADVICE)
 
 @contextmanager
 def drop_log_records(logger: str, text: str = "") -> Iterator[None]:
-    """Drop a logger's records that contain a text during the block; an empty text drops all records."""
+    """Within the with block, drop a logger's records that contain `text`; an empty `text` drops all records."""
 
     def keep(record: logging.LogRecord) -> bool:
         return text not in record.getMessage()
@@ -57,7 +58,7 @@ def drop_log_records(logger: str, text: str = "") -> Iterator[None]:
 
 @functools.cache
 def drop_log_records_always(logger: str, start: str) -> None:
-    """Drop a logger's records that start with a text from now on; repeated calls have no effect."""
+    """Permanently drop a logger's records that start with `start`; repeated calls have no effect."""
     logging.getLogger(logger).addFilter(lambda record: not record.getMessage().startswith(start))
 
 
@@ -67,17 +68,17 @@ def log_errors_only(library: str) -> None:
 
 
 def silence_process() -> None:
-    """Drop Python warnings and log records up to level WARNING from now on; for worker processes."""
+    """Permanently drop Python warnings and log records up to level WARNING; for worker processes."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
 
 @contextmanager
 def quiet_libraries(*, everything: bool = False) -> Iterator[None]:
-    """Drop developer messages from libraries during the block, unless the user requested them.
+    """Drop developer messages from libraries within the with block, unless the user requested them.
 
-    The user requests them with `-W` or with a variable such as `TRANSFORMERS_VERBOSITY`. `everything` also drops
-    diffusers warnings and all Python warnings, for example for a model that is built without weights.
+    The user requests them with `-W` or with a variable such as `TRANSFORMERS_VERBOSITY`. `everything` also
+    drops diffusers warnings and all Python warnings, for example for a model that is built without weights.
     """
     with ExitStack() as stack:
         for library in ("transformers", "diffusers") if everything else ("transformers",):
@@ -93,7 +94,7 @@ def quiet_libraries(*, everything: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _only_errors(library: str) -> Iterator[None]:
-    """Limit a library to logging errors during the block."""
+    """Set a library's log level to ERROR within the with block."""
     # The variable covers later imports and child processes, the level a library that is already imported.
     variable, logger = f"{library.upper()}_VERBOSITY", logging.getLogger(library)
     if variable in os.environ:
@@ -111,7 +112,7 @@ def _only_errors(library: str) -> Iterator[None]:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Hide tqdm progress bars during the block."""
+    """Hide tqdm progress bars within the with block."""
     # Blocks of a modular pipeline have no option to disable their bars.
     from tqdm import std
 
@@ -125,7 +126,7 @@ def no_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def no_transformers_bars() -> Iterator[None]:
-    """Hide the progress bar that transformers shows for each model during the block.
+    """Hide the progress bar that transformers shows for each model within the with block.
 
     This also hides the huggingface_hub progress bars, so download models first.
     """

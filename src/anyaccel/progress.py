@@ -10,11 +10,11 @@ __all__ = ["ProgressListener", "StoppedError"]
 
 
 class StoppedError(Exception):
-    """Raised inside a run to stop it when its result is no longer needed."""
+    """Raised inside a run to stop it because its result is no longer needed."""
 
 
 class ProgressListener:
-    """Receiver of progress events that ignores all of them; subclasses override methods for the events they show.
+    """Progress listener that ignores all events; subclasses override the methods for the events they display.
 
     An exception raised by a method stops the run.
     """
@@ -29,7 +29,7 @@ class ProgressListener:
         """Called after `done` denoising steps; pipelines with several stages restart at 0."""
 
     def on_start(self, done: int, total: int) -> None:
-        """Called when a run over rows begins; `done` rows were finished earlier."""
+        """Called when a run over rows begins; an earlier run finished `done` of them."""
 
     def on_row(self, done: int, total: int, text: str) -> None:
         """Called after `done` rows; `text` contains the rate and the failure count."""
@@ -38,4 +38,4 @@ class ProgressListener:
         """Called with a message for the user."""
 
     def on_warning(self, text: str) -> None:
-        """Called when something failed and the run continues."""
+        """Called when an operation failed but the run continues."""

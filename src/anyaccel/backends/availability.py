@@ -1,6 +1,6 @@
 """Device availability, with the reason if a device is not available.
 
-Availability is decided from plain data, so it can be tested for any machine.
+Availability is determined from plain data, so it can be tested for any machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Device", "check_availability", "find_unmet", "make_broken_device", "
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """The availability of one kind of accelerator on this machine."""
+    """Availability of one type of accelerator on this machine."""
 
     name: str
     title: str
@@ -43,7 +43,7 @@ class Device:
 
 
 def find_unmet(sheet: Sheet, machine: Machine) -> list[Requirement]:
-    """Return the requirements that a machine does not meet; only the first if the operating system is wrong."""
+    """Return the requirements that a machine does not meet, or only the first if the operating system is wrong."""
     unmet = [requirement for requirement in sheet.requirements if requirement.unmet(machine) is not None]
     # On the wrong operating system, hints to install packages would mislead.
     wrong_system = any(isinstance(requirement, SystemIs) for requirement in unmet)
@@ -53,7 +53,7 @@ def find_unmet(sheet: Sheet, machine: Machine) -> list[Requirement]:
 def check_availability(
     sheet: Sheet, machine: Machine, reported: tuple[str, ...] | str, origin: str = BUILT_IN, name: str = ""
 ) -> Device:
-    """Return the availability of a device; `reported` holds the device names from its software, or an error message."""
+    """Return a device's availability; `reported` holds device names from the vendor software or an error message."""
     problem = _find_problem(sheet, machine, reported)
     names = () if problem or isinstance(reported, str) else reported
     if problem:
@@ -120,7 +120,7 @@ def _find_problem(sheet: Sheet, machine: Machine, reported: tuple[str, ...] | st
 
 
 def _format_hardware(sheet: Sheet, machine: Machine) -> str:
-    """Return a note on whether the hardware is present; empty if there are no Linux device files to check."""
+    """Return a note on whether the hardware is present, or an empty string if Linux has no device files for it."""
     # Device files exist without the vendor's user-space software, so they tell missing hardware from missing packages.
     if machine.system != "Linux" or not sheet.device_files:
         return ""

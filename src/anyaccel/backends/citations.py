@@ -1,4 +1,4 @@
-"""URLs cited by several sheets; vendor-specific URLs are in the module with that vendor's sheet."""
+"""URLs cited by several sheets; vendor-specific URLs are in the module that defines the vendor's sheet."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Yes(Claim):
 
 @dataclass(frozen=True, kw_only=True)
 class Limit(Claim):
-    """A claim that the device does not support a feature, or not correctly."""
+    """A claim that the device does not support a feature, or supports it incorrectly."""
 
     effect: Effect
     hint: str = ""
@@ -90,11 +90,11 @@ class Limit(Claim):
 
     @property
     def conditional(self) -> bool:
-        """Whether the limit depends on a product or a version that is not known yet."""
+        """Whether the limit depends on a product or version that is not yet known."""
         return bool(self.only_on or self.only_if)
 
     def applies(self, product: str | None, versions: Mapping[str, str]) -> bool | None:
-        """Return whether the limit applies; None if the arguments do not decide all conditions.
+        """Return whether the limit applies, or None if the arguments do not resolve all conditions.
 
         >>> Limit(says="", source="", evidence="inferred", effect="slow", only_if=("macos<14",)).applies(
         ...     None, {"macos": "15.1"}
@@ -116,7 +116,7 @@ class Limit(Claim):
 
 
 def read_version(text: str | None) -> Version | None:
-    """Return a version for comparisons, or None if the text is invalid; a pre-release counts as its release."""
+    """Parse a version for comparison, or return None if it is invalid; a pre-release counts as its release."""
     try:
         # 2.8.0.dev1 sorts before 2.8.0, but a nightly has the behavior of the release that it leads to.
         return Version(Version(str(text)).base_version)
@@ -126,7 +126,7 @@ def read_version(text: str | None) -> Version | None:
 
 @dataclass(frozen=True, kw_only=True)
 class DtypeLimit(Limit):
-    """A dtype that is missing, narrowed or slow."""
+    """A dtype that is unsupported, narrowed or slow."""
 
     becomes: str = ""
     """The dtype to use instead; empty if no other dtype helps."""
@@ -144,7 +144,7 @@ class SizeLimit(Limit):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundTrip(Limit):
-    """The cost of reading a value back to the CPU during a run."""
+    """The cost of copying a value back to the CPU during a run."""
 
     cost_us: float | None
     """Measured microseconds of one round trip; None if no figure was found."""
@@ -152,7 +152,7 @@ class RoundTrip(Limit):
 
 @dataclass(frozen=True, kw_only=True)
 class OperationLimit(Limit):
-    """Operations that are missing or wrong, by their name in `torch.ops.aten`, optionally with an overload."""
+    """Operations that are missing or return wrong results, by `torch.ops.aten` name and optional overload."""
 
     name: str
     operations: tuple[str, ...]
@@ -166,7 +166,7 @@ class OperationLimit(Limit):
 
 @dataclass(frozen=True, kw_only=True)
 class Quirk(Limit):
-    """A behavior that fits no other class; the names that code reacts to are in `quirks.py`."""
+    """A behavior that fits no other claim class; `quirks.py` lists the names that code handles."""
 
     name: str
     information_only: bool = False
@@ -186,7 +186,7 @@ class Quirk(Limit):
 
 @dataclass(frozen=True, kw_only=True)
 class Unknown:
-    """An explicit gap: no source was found for this claim."""
+    """An explicit gap in a sheet: no source was found for this claim."""
 
     says: str
 

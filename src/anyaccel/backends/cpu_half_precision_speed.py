@@ -36,7 +36,7 @@ def measure_half_precision() -> dict[str, float]:
 
 
 def _time(dtype: str) -> float:
-    """Return the best time in seconds for a matrix product and a convolution, which dominate a denoiser."""
+    """Return the best time in seconds for a matrix product and a convolution, the main operations of a denoiser."""
     import torch
 
     torch_dtype: torch.dtype = getattr(torch, dtype)

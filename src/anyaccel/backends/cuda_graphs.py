@@ -1,4 +1,4 @@
-"""CUDA graphs: capture, and the global settings that a captured graph depends on."""
+"""CUDA graph capture, and the global settings that a captured graph depends on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_recorder(index: int, pool: Any) -> Recorder:
 
 
 def _read_settings() -> tuple[Any, ...]:
-    """Return the settings that affect kernel selection: determinism, TF32, reduced precision, attention backends."""
+    """Return the settings that affect kernel choice: determinism, TF32, reduced precision and attention backends."""
     import torch
 
     backends: Any = torch.backends

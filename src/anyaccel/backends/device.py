@@ -1,4 +1,4 @@
-"""Lookup and opening of devices by user-facing name."""
+"""Device lookup and opening by user-facing name."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class OpenDevice:
 
     @property
     def tensor_device(self) -> torch.device:
-        """The `torch.device` that tensors on this device report; it has no index on the CPU."""
+        """The `torch.device` that tensors on this device report; for the CPU, it has no index."""
         import torch
 
         return torch.device(self.sheet.torch_name) if self.sheet.is_host else self.torch_device
@@ -110,7 +110,7 @@ def read_device(device: str | int | torch.device | DeviceSpec) -> DeviceSpec:
 def sheet(name: str | torch.device | DeviceSpec) -> Sheet:
     """Return the sheet for a device or product, whether or not it is available: `anyaccel.sheet("neuron")`.
 
-    `cuda` returns the ROCm sheet if torch is a ROCm build; `rocm` always does.
+    `cuda` returns the ROCm sheet if torch is a ROCm build; `rocm` always returns it.
     """
     spec = DeviceSpec.parse(name, load_registry())
     backend = load_registry().backend(spec.name)
@@ -121,7 +121,7 @@ def sheet(name: str | torch.device | DeviceSpec) -> Sheet:
 
 
 def find_device(name: str | DeviceSpec) -> Device:
-    """Return the availability of one kind of device."""
+    """Return the availability of one device type."""
     device_name = DeviceSpec.parse(name, load_registry()).name
     if device_name in _VIRTUAL:
         return make_virtual_device(*_VIRTUAL[device_name])
@@ -141,8 +141,8 @@ def is_available(name: str | torch.device | DeviceSpec) -> bool:
 def open_device(device: str | torch.device | DeviceSpec = AUTO) -> OpenDevice:
     """Open a device given by name, name with index, product, `torch.device` or `auto`.
 
-    `auto` is the value of `ANYACCEL_DEVICE`, or else the best available device. Without an index, the process's current
-    device is opened. A virtual device must have been started before.
+    `auto` is the value of `ANYACCEL_DEVICE`, or else the best available device. Without an index, the process's
+    current device is opened. A virtual device must already have been started.
     """
     spec = DeviceSpec.parse(device, load_registry())
     spec = read_device(spec) if spec.name == AUTO else spec

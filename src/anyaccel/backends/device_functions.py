@@ -41,8 +41,8 @@ _SHORT_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16":
 def adjust_dtype(dtype: str | torch.dtype, device: str | torch.device) -> torch.dtype:
     """Return a dtype that the device supports, for example float32 instead of float64 on `mps`.
 
-    For a device that is not available, the result comes from its sheet. A dtype without a replacement, such as fp8, is
-    returned unchanged.
+    For a device that is not available, the result is based on its sheet. A dtype without a replacement, such as
+    fp8, is returned unchanged.
     """
     name = dtype_name(dtype)
     device_sheet = open_device(device).sheet if str(device) == "auto" else sheet(device)
@@ -61,11 +61,11 @@ def randn(
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return normally distributed noise on a device, drawn on the CPU if the device cannot generate random numbers.
+    """Return normally distributed noise on a device, drawn on the CPU if the device cannot draw random numbers.
 
-    A generator draws on its own device; with a list of generators, each draws one image. Noise is drawn in float32 and
-    cast, so a seed produces the same noise in every dtype. A dtype that the device lacks is replaced as by
-    `adjust_dtype`.
+    A generator draws on its own device; in a list of generators, each one draws the noise for one image. Noise
+    is drawn in float32 and cast, so a seed produces the same noise in every dtype. A dtype that the device
+    lacks is replaced as in `adjust_dtype`.
     """
     import torch
 
@@ -88,13 +88,13 @@ def randn(
 
 
 def manual_seed(device: str | torch.device, seed: int) -> None:
-    """Seed the CPU and all devices of one kind: `anyaccel.manual_seed("xpu", 7)`."""
+    """Seed the CPU and all devices of the given type: `anyaccel.manual_seed("xpu", 7)`."""
     checked = read_seed(seed)
     open_device(device).driver.manual_seed(checked)
 
 
 def device_count(device: str | torch.device = "auto") -> int:
-    """Return the number of devices of one kind that this process can use; 0 if there are none."""
+    """Return the number of devices of the given type that this process can use; 0 if there are none."""
     if str(device) == "auto":
         return open_device().driver.count()
     # 0 for a known device that is not available, like torch.cuda.device_count().

@@ -1,4 +1,7 @@
-"""Device strings: the only parser of `auto`, `hpu`, `hpu:3`, `mps:16GiB`, `gaudi2` and `virtual:hpu,count=8,strict`."""
+"""The only parser for device strings.
+
+Examples: `auto`, `hpu`, `hpu:3`, `mps:16GiB`, `gaudi2` and `virtual:hpu,count=8,strict`.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ class DeviceSpec:
 
     @classmethod
     def parse(cls, device: object, registry: Registry, given_by: str = "") -> DeviceSpec:
-        """Parse a device string or a `torch.device`, with the names, products and aliases known to the registry."""
+        """Parse a device string or a `torch.device`, using the names, products and aliases in the registry."""
         if isinstance(device, DeviceSpec):
             return device
         text = str(device).strip()
@@ -77,13 +80,13 @@ class DeviceSpec:
         return ",".join([head, *options])
 
     def with_index(self, index: int) -> DeviceSpec:
-        """Return the spec for one device of this kind."""
+        """Return the spec for one device of this type."""
         if index < 0:
             raise UsageError(f"{index} is not a valid device index", hint="indices start at 0")
         return replace(self, index=index)
 
     def require_name(self) -> str:
-        """Return the device name; raise if the spec has more than a name, for callers that support only a name."""
+        """Return the device name; raise if the spec contains anything else, for callers that support only a name."""
         if self != DeviceSpec(name=self.name, virtual=self.virtual):
             raise UsageError(
                 f"expected a device name without an index, memory size or options, not {self}{self.given_by}",
@@ -102,7 +105,7 @@ class DeviceSpec:
         return count
 
     def count_hint(self) -> str:
-        """Return a hint on how to write the number of virtual devices; version 0.1 put it after the colon."""
+        """Return a hint on how to write the virtual device count, which version 0.1 put after the colon."""
         count = self.index or 2
         return (
             f"use {VIRTUAL_PREFIX}{self.name},count={count} for {count} devices, "
@@ -111,7 +114,7 @@ class DeviceSpec:
 
 
 def read_device_name(text: str) -> str:
-    """Return the device name in `hpu:3` without validation: records may come from machines with other plugins."""
+    """Return the device name in `hpu:3` without validation, because its plugin may not be installed here."""
     return text.partition(":")[0]
 
 
@@ -177,7 +180,7 @@ def _read_count(value: str, spec: DeviceSpec) -> int:
 
 
 def _read_memory(spec: DeviceSpec, value: str, text: str, registry: Registry) -> DeviceSpec:
-    """Return the spec with a memory size, or with a product, which sets both memory and limits."""
+    """Return the spec with a memory size, or with a product, which determines both memory and limits."""
     if spec.product is not None:
         raise _invalid(text, spec.given_by, f"{spec.product} has a fixed memory size")
     # memory=gaudi2 also applies the limits of that product, unlike memory=96GB.

@@ -1,6 +1,6 @@
 """Drivers: device operations, by default through the torch device module.
 
-A backend overrides only what differs. Capabilities are defined on the sheet, not here.
+A backend overrides only what differs. Capabilities are defined in the sheet, not here.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Recorder:
 
 
 class Driver:
-    """Operations on the devices of one sheet; by default through `torch.get_device_module`."""
+    """Device operations for one sheet, by default through `torch.get_device_module`."""
 
     has_events = False
     """Whether the device has events and side streams, so `record_event` waits only for earlier work."""
@@ -98,7 +98,7 @@ class Driver:
         return self.sheet.title if get_name is None else str(get_name(index))
 
     def product(self, index: int) -> str | None:
-        """Return the product from the sheet that matches the name the device reports, or None."""
+        """Return the product on the sheet that matches the name reported by the device, or None."""
         name = self.device_name(index)
         for product in self.sheet.products:
             if product.reported_as and re.search(product.reported_as, name):
@@ -137,7 +137,7 @@ class Driver:
             release()
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the CPU and every device of this kind."""
+        """Seed the CPU and every device of this type."""
         import torch
 
         torch.manual_seed(seed)
@@ -164,7 +164,7 @@ class Driver:
         self._find_function("reset_peak_memory_stats")(index)
 
     def capture(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the model wrapped to run as a captured device graph, for sheets with a capturing mode."""
+        """Wrap the model to run as a captured device graph, for sheets with a capturing mode."""
         raise NotMeasurableError(
             f"{self.sheet.title} ({self.sheet.name}) does not support device graphs",
             hint="use a different mode, for example eager",
@@ -175,7 +175,7 @@ class Driver:
         return None
 
     def resolve_conditions(self, device: torch.device) -> Sheet:
-        """Probe each dtype with a conditional or disputed limit on the device, and return the updated sheet."""
+        """Return the sheet after probing every dtype with a conditional or contradicted limit on the device."""
         # Slow dtypes are not probed, because a correct result says nothing about time. Neither is fp8, which supports
         # storage and scaled products but not the addition of the probe.
         dtypes = self.sheet.dtypes

@@ -1,4 +1,4 @@
-"""A probe that tests a dtype on a device, for sheets with contradicting sources.
+"""Probe that tests a dtype on a device, for sheets with contradictory sources.
 
 See docs/decisions/0002-asking-the-device.md.
 """

@@ -56,7 +56,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineFinding:
-    """The result of one tiny pipeline on the device, compared with its CPU image."""
+    """The result of running one tiny pipeline on the device, compared with the CPU image."""
 
     recipe: str
     pipeline: str
@@ -72,7 +72,7 @@ class PipelineFinding:
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """The results of one `--verify` run, with the device and the software."""
+    """The results of one `--verify` run, with the device and the software versions."""
 
     device: str
     """The name of the sheet: `cuda`, `rocm`."""
@@ -114,7 +114,7 @@ class Verification:
         return agrees and all(pipeline.right is not False for pipeline in self.pipelines)
 
     def to_json(self) -> str:
-        """Return the file content with its digest, with one line per field and per finding for readable diffs."""
+        """Return the file content and its digest as JSON, with one line per field and finding for readable diffs."""
         content = self._content() | {"digest": self.digest}
         return (
             "{\n" + ",\n".join(f" {_dump(name)}: {_format_value(value)}" for name, value in content.items()) + "\n}\n"
@@ -135,7 +135,7 @@ def _dump(value: Any) -> str:
 
 
 def read_verification(text: str, name: str) -> Verification:
-    """Parse an evidence file; raise if its digest does not match its content."""
+    """Parse an evidence file; raise if the digest does not match the content."""
     try:
         content = json.loads(text)
         digest, version = content.pop("digest"), content.pop("format")
@@ -175,7 +175,7 @@ def _build(content: dict[str, Any]) -> Verification:
 
 @functools.cache
 def load_verifications(folder: Path = _PACKAGED) -> Mapping[str, Verification]:
-    """Return the packaged verifications by their path in the repository; raise if one is virtual or unsigned."""
+    """Return the packaged verifications by repository path; raise if one is virtual or unsigned."""
     verifications = {}
     for path in sorted(folder.glob("*.json")):
         name = f"{FOLDER}/{path.name}"

@@ -1,4 +1,4 @@
-"""Machine descriptions as plain data, used to decide which devices are available."""
+"""Machine descriptions as plain data, used to determine which devices are available."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _read_torch_builds() -> dict[str, str]:
 
 
 def _count_files(pattern: str, vendor: str) -> int:
-    """Return the number of files that match a pattern, restricted to one PCI vendor if `vendor` is set."""
+    """Return the number of files that match a pattern, limited to one PCI vendor if `vendor` is set."""
     names = [Path(path).name for path in glob.glob(pattern)]
     if not vendor:
         return len(names)
@@ -125,7 +125,7 @@ def _can_find(module: str) -> bool:
 
 
 def _is_translated() -> bool:
-    """Return whether this is an x86_64 Python on Apple silicon, which cannot use MPS."""
+    """Return whether this is an x86_64 Python on Apple silicon (under Rosetta), which cannot use MPS."""
     if platform.system() != "Darwin" or platform.machine() != "x86_64":
         return False
     process = subprocess.run(["sysctl", "-n", "sysctl.proc_translated"], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Detection of out-of-memory errors from all vendors."""
+"""Detection of out-of-memory errors from all vendors' software."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of the quirks that code reacts to; all other quirks must be marked as information only."""
+"""Names of the quirks that code handles; all other quirks must be marked as informational."""
 
 from __future__ import annotations
 

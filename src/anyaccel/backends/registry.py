@@ -50,7 +50,7 @@ class Backend:
         return (self.sheet, *self.variants)
 
     def sheet_on(self, machine: Machine) -> Sheet:
-        """Return the sheet that matches the machine's torch build."""
+        """Return the sheet that matches the torch build on a machine."""
         for sheet in self.sheets:
             if sheet.torch_build and sheet.torch_build in machine.torch_builds:
                 return sheet
@@ -59,7 +59,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class BrokenPlugin:
-    """A plugin that failed to load; it is listed and does not affect other backends."""
+    """A plugin that failed to load; it is listed, and other backends are not affected."""
 
     name: str
     origin: str
@@ -91,7 +91,7 @@ class Registry:
         return word, None
 
     def list_products(self, name: str) -> list[str]:
-        """Return the names of the products on the sheet with this name."""
+        """Return the product names on the sheet with this name."""
         sheet = next(sheet for sheet in self.backend(name).sheets if sheet.name == name)
         return [product.name.lower() for product in sheet.products]
 
@@ -112,7 +112,7 @@ class Registry:
         raise UnknownDeviceError(f"unknown device {name!r}{origin}", hint=self._suggest(name))
 
     def _suggest(self, word: str) -> str:
-        """Return a hint for an unknown name: the memory syntax for an unlisted product, else the most similar name."""
+        """Return a hint for an unknown name: the memory syntax for an unlisted product, or the most similar name."""
         sheets = [sheet for backend in self.backends.values() for sheet in backend.sheets]
         for sheet in sheets:
             if sheet.product_pattern and re.match(sheet.product_pattern, word):
@@ -195,7 +195,7 @@ def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> Backend | Broken
 
 
 def _find_problem(loaded: object, where: str) -> str:
-    """Return what is wrong with an object loaded from a plugin; empty if it is valid."""
+    """Return what is wrong with an object loaded from a plugin, or an empty string if it is valid."""
     if not isinstance(loaded, Backend):
         return f"{where} is a {type(loaded).__name__}, not an anyaccel.backends.Backend"
     try:
@@ -211,7 +211,7 @@ def _find_problem(loaded: object, where: str) -> str:
 
 
 def probe_sheet(sheet: Sheet) -> None:
-    """Evaluate all conditions and patterns of a sheet, so errors show up when the plugin is loaded."""
+    """Evaluate all conditions and patterns in a sheet, so errors surface when the plugin is loaded."""
     machine = Machine(system="", architecture="", versions={"torch": "1.0", "python": "1.0", "macos": "1.0"})
     sheet.on(versions=machine.versions)
     for requirement in sheet.requirements:

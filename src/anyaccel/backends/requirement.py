@@ -1,4 +1,4 @@
-"""Machine requirements of a device, with messages for unmet ones.
+"""Requirements that a device places on the machine, with messages for unmet ones.
 
 Requirements are checked against a `Machine`, which is plain data, so they can be tested for any machine.
 """
@@ -64,7 +64,7 @@ class SystemIs(Requirement):
 
 @dataclass(frozen=True, kw_only=True)
 class ArchitectureIs(Requirement):
-    """A required architecture of the Python interpreter; under Rosetta, it differs from that of the machine."""
+    """A required Python interpreter architecture; under Rosetta, it differs from the machine architecture."""
 
     architectures: tuple[str, ...]
 
@@ -82,7 +82,7 @@ class ArchitectureIs(Requirement):
 
 @dataclass(frozen=True, kw_only=True)
 class VersionIs(Requirement):
-    """A required version of a package, of Python or of macOS."""
+    """A required version of a package, Python or macOS."""
 
     subject: str
     """A key of `Machine.versions`: `torch`, `macos`, `python`."""

@@ -1,7 +1,7 @@
 """Capability sheets: everything anyaccel knows about one accelerator, as frozen data.
 
-Code queries capabilities (`sheet.rng_on_device`), never device names. Missing knowledge is an explicit `Unknown`
-(docs/decisions/0001-answers.md).
+Code queries capabilities (`sheet.rng_on_device`), never device names. A missing answer is an explicit
+`Unknown` (docs/decisions/0001-answers.md).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _UNKNOWN_MEMORY = Unknown(says="No figure for the memory reserved by the driver 
 
 @dataclass(frozen=True, kw_only=True)
 class DtypeOrder(Claim):
-    """The dtypes to run a model in, best first."""
+    """The dtypes to run a model in, in order of preference."""
 
     order: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dtypes:
-    """Whether the device supports each dtype."""
+    """Claims about device support for each dtype."""
 
     # No defaults: a new sheet must answer for every dtype, if only with Unknown.
     float64: Answer
@@ -78,7 +78,7 @@ class Compiler(Claim):
 
 @dataclass(frozen=True, kw_only=True)
 class Variable(Claim):
-    """An environment variable of the vendor's software."""
+    """An environment variable that the vendor's software reads."""
 
     name: str
     value: str
@@ -90,7 +90,7 @@ class Variable(Claim):
 
 @dataclass(frozen=True, kw_only=True)
 class Mode(Claim):
-    """An execution mode of the vendor's software, selected before it is imported."""
+    """An execution mode of the vendor's software, which must be selected before importing it."""
 
     name: str
     """`eager`, `lazy`."""
@@ -111,7 +111,7 @@ class Distributed(Claim):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTerms(Claim):
-    """The device memory that tensors can use, and the allocator's rounding."""
+    """The device memory available to tensors, and the allocator's rounding."""
 
     shares: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
     """Pairs of a maximum nominal size (None for any) and the usable share of it; the first match applies."""
@@ -123,7 +123,7 @@ class MemoryTerms(Claim):
     """Bytes that libraries allocate at their first use."""
 
     def usable_bytes(self, total: int) -> int:
-        """Return the bytes that tensors can use out of a nominal memory size."""
+        """Return the number of bytes available to tensors, given the nominal memory size."""
         # For example macOS lets the GPU use two thirds of small memories and three quarters of large ones.
         share = next(share for most, share in self.shares if most is None or total <= most)
         return max(0, int(total * share) - self.kept_bytes)
@@ -170,7 +170,7 @@ class Product(Claim):
 
 @dataclass(frozen=True, kw_only=True)
 class Sheet:
-    """Capabilities and limits of one accelerator, with their sources."""
+    """The capabilities and limits of one accelerator, with their sources."""
 
     name: str
     """The device name that users write: `hpu`."""
@@ -241,23 +241,23 @@ class Sheet:
 
     @property
     def torch_name(self) -> str:
-        """The torch device type: `cuda` for ROCm, otherwise the name of the sheet."""
+        """The torch device type: `cuda` for ROCm, otherwise the sheet name."""
         return self.device_type or self.name
 
     @property
     def rng_on_device(self) -> bool:
-        """Whether a source confirms that the device can generate random numbers; otherwise the CPU draws them."""
+        """Whether a source confirms random number generation on the device; otherwise, the CPU is used."""
         # Unknown counts as no: drawing on the CPU is always correct.
         return isinstance(self.random_numbers, Yes)
 
     @property
     def static_shapes(self) -> bool:
-        """Whether every shape must be known when a graph is compiled."""
+        """Whether all shapes must be known when a graph is compiled."""
         return _lacks(self.data_dependent_shapes)
 
     @property
     def reliable_batches(self) -> bool:
-        """Whether no problem is known with generating several images per call."""
+        """Whether generating several images per call has no known problems."""
         # Unknown counts as reliable: one image per call would slow down every device without a report.
         return not _lacks(self.batches)
 
@@ -280,7 +280,7 @@ class Sheet:
         return name
 
     def has_quirk(self, name: str) -> bool:
-        """Return whether a quirk certainly applies; a quirk with an unresolved condition does not."""
+        """Return whether a quirk definitely applies; a quirk with an unresolved condition does not count."""
         return any(quirk.name == name and not quirk.conditional for quirk in self.quirks)
 
     def speedup(self, name: str) -> Speedup | None:
@@ -288,7 +288,7 @@ class Sheet:
         return next((speedup for speedup in self.speedups if speedup.name == name), None)
 
     def usable_bytes(self, total: int) -> int:
-        """Return the bytes that tensors can use out of a nominal memory size."""
+        """Return the number of bytes available to tensors, given the nominal memory size."""
         return self.memory.usable_bytes(total) if isinstance(self.memory, MemoryTerms) else total
 
     def product(self, name: str) -> Product:
@@ -314,11 +314,11 @@ class Sheet:
         return replace(self, **{name: _replace_claims(name, value, changes) for name, value in values.items()})
 
     def limits(self, kind: type[LimitT]) -> dict[str, LimitT]:
-        """Return the limits of one class by name; `sheet.limits(Limit)` returns all of them."""
+        """Return all limits of the given class, by name; `sheet.limits(Limit)` returns every limit."""
         return {name: claim for name, claim in self.claims() if isinstance(claim, kind)}
 
     def on(self, product: str | None = None, versions: Mapping[str, str] | None = None) -> Sheet:
-        """Return the sheet with every condition resolved that depends on the given product and versions.
+        """Return a copy of the sheet with all conditions resolved that depend on the given product and versions.
 
         >>> anyaccel.sheet("hpu").on(product="gaudi2").dtype("float16")  # doctest: +SKIP
         Yes(…)
@@ -330,7 +330,7 @@ class Sheet:
 
 
 def _lacks(answer: Answer) -> bool:
-    """Return whether a feature certainly fails: False if the answer is unknown, conditional or only slow."""
+    """Return whether a feature definitely fails: False if the answer is unknown, conditional or only slow."""
     return isinstance(answer, Limit) and not answer.conditional and answer.effect != "slow"
 
 
@@ -366,7 +366,7 @@ def _replace_claims(path: str, value: Any, changes: Mapping[str, Claim | Unknown
 
 
 def _resolve(value: Any, product: str | None, versions: Mapping[str, str]) -> Any:
-    """Return a copy of a field's value with each conditional limit kept, made unconditional, or replaced by a `Yes`."""
+    """Return a copy of a field's value in which each conditional limit is kept, confirmed or replaced by a `Yes`."""
     if isinstance(value, tuple):
         resolved = (_resolve(item, product, versions) for item in value)
         # Lists such as quirks contain only limits that may apply, so a limit that does not apply is dropped.

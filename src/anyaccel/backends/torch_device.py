@@ -11,7 +11,7 @@ __all__ = ["is_host", "is_on"]
 
 
 def is_host(device: torch.device | str) -> bool:
-    """Return whether a device is the CPU, so values can be read without synchronizing."""
+    """Return whether a device is the CPU, whose values can be read without synchronization."""
     return is_on(device, "cpu")
 
 

@@ -30,10 +30,10 @@ def check(
 ) -> Report:
     """Run a pipeline on virtual devices and report every line that hits a device limit: `check(pipe, "mps")`.
 
-    The first argument is a pipeline, a model folder (configs are enough: a small model with the same architecture is
-    built), a recipe name, or `package.module:function`. `plain` checks diffusers without anyaccel. `strict` raises
-    where the device would. `on_report` is called with each device's report when it is finished. Additional keyword
-    arguments are passed to the pipeline call.
+    The first argument is a pipeline, a model folder, a recipe name, or `package.module:function`. A model folder
+    needs only its configs: a small model with the same architecture is built from them. `plain` checks diffusers
+    without anyaccel. `strict` raises an error wherever the device would. `on_report` is called with each device's
+    report as soon as it is complete. Additional keyword arguments are passed to the pipeline call.
     """
     if plain and compile:
         raise UsageError("plain and compile cannot be combined: only anyaccel compiles", hint="omit one of them")
@@ -57,7 +57,7 @@ def check(
 
 
 def find_devices(names: str | Sequence[str]) -> list[str]:
-    """Return the virtual device names for one name, several names or `all`."""
+    """Return the virtual device names for a single name, multiple names or `all`."""
     supported = [backend.name for backend in load_registry().backends.values() if backend.sheet.can_be_virtual]
     requested = [names] if isinstance(names, str) else list(names)
     if requested == [_ALL]:

@@ -33,7 +33,7 @@ def as_github(report: Report) -> Iterator[str]:
 
 
 def _failures(report: Report) -> Iterator[tuple[DeviceReport, str]]:
-    """Yield each device's failures for which no line of code can be identified."""
+    """Yield each device's failures that cannot be attributed to a line of code."""
     for device in report.devices.values():
         if not device.finished:
             yield device, f"stops: {device.error}"
@@ -59,7 +59,7 @@ def _label(device: DeviceReport) -> str:
 
 
 def _escape(text: str, extra: str = "") -> str:
-    """Escape a value for a GitHub workflow command; properties also need commas and colons escaped (`extra`)."""
+    """Escape a value for a GitHub workflow command; in properties, commas and colons are escaped too (`extra`)."""
     # GitHub does not document the escapes: https://github.com/github/docs/issues/11713. The percent sign comes first,
     # because each later replacement inserts one.
     for character in f"%\r\n{extra}":

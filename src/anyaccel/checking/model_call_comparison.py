@@ -61,7 +61,7 @@ def recording(pipe: Any) -> Iterator[list[RecordedCall]]:
 
 @contextmanager
 def comparing(pipe: Any, expected: list[RecordedCall]) -> Iterator[list[Comparison]]:
-    """Compare each model call with its recorded call, on the recorded inputs and on the pipeline's own inputs."""
+    """Compare each model call with its recorded call, for the recorded inputs and for the pipeline's own inputs."""
     comparisons: list[Comparison] = []
     counts: dict[str, int] = {}
 
@@ -155,7 +155,7 @@ def _copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _replace_tensors(value: Any, recorded: tuple[torch.Tensor, ...]) -> Any | None:
-    """Return the arguments with recorded tensors in the original dtypes and devices; None if the shapes differ."""
+    """Return the arguments with the recorded values in the original dtypes and devices, or None if shapes differ."""
     own = list(find_tensors(value))
     if [tensor.shape for tensor in own] != [tensor.shape for tensor in recorded]:
         return None
@@ -175,7 +175,7 @@ def _replace_tensors(value: Any, recorded: tuple[torch.Tensor, ...]) -> Any | No
 
 
 def _relative_error(expected: tuple[torch.Tensor, ...], actual: Any) -> float | None:
-    """Return the largest relative error in norm over all tensors, or None if the shapes differ."""
+    """Return the largest relative error (by norm) across all tensors, or None if the shapes differ."""
     pairs = list(zip(expected, actual, strict=False))
     if len(pairs) != len(expected) or any(reference.shape != tensor.shape for reference, tensor in pairs):
         return None

@@ -53,7 +53,7 @@ class HardwareReport:
 
     @property
     def right(self) -> bool:
-        """Whether every model is within the tolerance on the inputs from the CPU run and all outputs are finite."""
+        """Whether every model is within tolerance for the inputs from the CPU run and all outputs are finite."""
         return self.max_difference is not None and not any(component.wrong for component in self.components)
 
     def as_dict(self) -> dict[str, Any]:
@@ -83,8 +83,8 @@ def check_on_hardware(
 ) -> HardwareReport:
     """Run a model with its own weights on the CPU in float32 and on a device, and compare every component call.
 
-    `target` is a hub id, a folder, the embedded model's name, a recipe, `package.module:function` or a pipeline.
-    Additional keyword arguments are passed to the pipeline call. Progress messages go to `on_message`.
+    `target` is a Hub ID, a folder, the embedded model's name, a recipe, `package.module:function` or a pipeline.
+    Additional keyword arguments are passed to the pipeline call. Progress messages are passed to `on_message`.
     """
     spec = read_device(device)
     # Opening the device first raises for a missing one now, not after minutes on the CPU.
@@ -120,7 +120,7 @@ def check_on_hardware(
 
 
 def _load_target(target: Any, call: dict[str, Any]) -> tuple[str, Recipe]:
-    """Return the name and recipe for a target. A model keeps its own weights; a recipe has random ones."""
+    """Return the name and recipe for a target. A model keeps its own weights; a recipe has random weights."""
     from anyaccel.generation.model_name import resolve_model
     from anyaccel.recipes import recipes
 

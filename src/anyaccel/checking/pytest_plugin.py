@@ -170,7 +170,7 @@ def _device_name(item: pytest.Item) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    """Run a marked test in its own process, and report its results in this one."""
+    """Run a marked test in its own process, and report its results in this process."""
     config = item.config
     if config.stash.get(_ACTIVE, None) is not None and config.getoption("--accelerator"):
         _skip_for_other_devices(item, config.stash[_ACTIVE].name)
@@ -233,7 +233,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 class _SecondPytest(JsonLineWorker):
-    """Handle to the second pytest process: each request is a node ID, each answer a list of reports."""
+    """Handle to the second pytest process: each request is a node ID, and each response is a list of reports."""
 
     def __init__(self, config: pytest.Config) -> None:
         # The second process must fork the tests itself, so it runs without xdist workers.
@@ -256,7 +256,7 @@ class _SecondPytest(JsonLineWorker):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run each requested test in a fork, if this is the second pytest process."""
+    """Run each requested test in a forked process, if this is the second pytest process."""
     if not session.config.getoption("--accelerator-second"):
         return None
     items = {item.nodeid: item for item in session.items}

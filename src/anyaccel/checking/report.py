@@ -106,7 +106,7 @@ class DeviceReport:
         return "waits" if any(violation.waits for violation in self.violations) else "works"
 
     def of(self, effect: Effect) -> tuple[Violation, ...]:
-        """Return the violations with this effect."""
+        """Return the violations with the given effect."""
         return tuple(violation for violation in self.violations if violation.effect == effect)
 
     def as_dict(self) -> dict[str, Any]:

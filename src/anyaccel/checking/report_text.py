@@ -24,7 +24,7 @@ _DEFAULT_WIDTH, _MIN_WIDTH, _MAX_WIDTH = 100, 60, 120
 def describe_report(report: Report, width: int | None = None) -> Iterator[str]:
     """Yield the lines of a report: for each device, the verdict and the limits that were hit, most severe first.
 
-    `width` defaults to the width of the terminal.
+    `width` defaults to the terminal width.
     """
     yield f"{report.target}: {report.pipeline}"
     for note in report.notes:
@@ -48,7 +48,7 @@ def describe_verdict(report: DeviceReport) -> str:
 
 
 def describe_device(report: DeviceReport, width: int | None = None) -> Iterator[str]:
-    """Yield one device's verdict, its measurements, and each limit with the source lines that hit it."""
+    """Yield a device's verdict, its measurements, and each limit with the source lines that hit it."""
     width = width or shutil.get_terminal_size((_DEFAULT_WIDTH, 24)).columns
     width = max(_MIN_WIDTH, min(width, _MAX_WIDTH))
     kind = "virtual" if report.virtual else "hardware"

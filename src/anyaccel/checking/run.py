@@ -88,7 +88,7 @@ def run_on_cpu(recipes: Sequence[Recipe]) -> dict[str, Any]:
 
 
 def _run_reference(recipe: Recipe) -> Any:
-    """Run a pipeline on the CPU; raise if it fails, because the failure is then not specific to a device."""
+    """Run a pipeline on the CPU; raise an error if it fails, because the failure is then not device-specific."""
     try:
         return run(recipe, recipe.make())
     except AnyaccelError as error:
@@ -114,7 +114,7 @@ def run_on_device(
 
 @contextlib.contextmanager
 def _forked_process() -> Iterator[None]:
-    """Configure a forked process: one thread, quiet libraries, and stdout redirected to stderr."""
+    """Configure a forked process: one thread, no library output, and stdout redirected to stderr."""
     import torch
 
     torch.set_num_threads(1)  # several processes run at the same time

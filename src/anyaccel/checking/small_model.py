@@ -1,7 +1,7 @@
-"""Small version of a model, built from its config files only.
+"""Small version of a model, built only from its config files.
 
-Strings, booleans and floats in the configs come from the model. Integers, which are sizes, come from the tiny recipe
-for the same pipeline. Weights are random, and no weight file is opened.
+Strings, booleans and floats in the configs come from the model. Integers, which are sizes, come from the tiny
+recipe for the same pipeline. Weights are random, and no weight files are opened.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def make_small_model(path: Path) -> SmallModel:
 
 
 def _describe_substitutes(folder: ModelFolder, base: Recipe) -> list[str]:
-    """Return a note for each component taken from the recipe because its class differs or its config is missing."""
+    """Return a note for each component taken from the recipe because its class differs or it has no config."""
     tiny: Any = base.make()
     notes = []
     for component in folder.components:
@@ -60,7 +60,7 @@ def _describe_substitutes(folder: ModelFolder, base: Recipe) -> list[str]:
 
 
 def _make_components(folder: ModelFolder, base: Recipe) -> dict[str, Any]:
-    """Return the components, with models of the recipe's classes rebuilt from configs, and the pipeline options."""
+    """Return the components and the pipeline options. Models of the recipe's classes are rebuilt from configs."""
     tiny: Any = base.make()
     components = dict(tiny.components)
     # Options such as `is_distilled` are in model_index.json next to the components.
@@ -135,7 +135,7 @@ def _length(value: Any) -> int | None:
 
 
 def _make_call(folder: ModelFolder, base: Recipe) -> dict[str, Any]:
-    """Return the recipe's call arguments, with an image size that suits the model's number of VAE levels."""
+    """Return the recipe's call arguments, with an image size that is valid for the model's number of VAE levels."""
     call = base.call()
     configs = {component.name: component.config for component in folder.components}
     tiny_scale, scale = _vae_scale(base.make()), _scale_of_config(configs.get("vae"))

@@ -66,7 +66,7 @@ def _override_call(target: CheckTarget, call: Mapping[str, Any]) -> CheckTarget:
 
 
 def _from_factory(text: str, module: str, function: str) -> CheckTarget:
-    """Import a function, with the working directory on the import path, and return a target for its pipeline."""
+    """Import a function, with the working directory on `sys.path`, and return a target for its pipeline."""
     # The console script does not put the working directory on the path, unlike `python -m`.
     if "" not in sys.path:
         sys.path.insert(0, "")

@@ -137,7 +137,7 @@ def prune_cache(
         bool, typer.Option("--all", help="Remove all entries and the compilers' own caches.")
     ] = False,
 ) -> None:
-    """Remove corrupted entries and entries from other package versions."""
+    """Remove corrupted entries and entries written by other package versions."""
     from anyaccel.runtime.speed.compile_cache import prune_entries, remove_graphs
     from anyaccel.runtime.speed.compile_cache_key import find_versions
     from anyaccel.units import readable

@@ -58,8 +58,8 @@ def show_chart(
 ) -> None:
     """Run every tiny pipeline on every virtual device.
 
-    Each pipeline runs twice: with stock diffusers and with anyaccel. A full run takes about 15 minutes. The exit
-    status is 1 if a pipeline fails with anyaccel and the failure is not a known one.
+    Each pipeline runs twice: with plain diffusers and placed by anyaccel. A full run takes about 15 minutes.
+    The exit status is 1 if a placed pipeline fails for an unknown reason.
     """
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs must be at least 1, not {jobs}", hint="for example --jobs 2")
@@ -138,7 +138,7 @@ def _read_checkpoint(
 
 
 def _lock_checkpoint(checkpoint: Path | None) -> AbstractContextManager[object]:
-    """Prevent another process from writing the same checkpoint during the block."""
+    """Prevent another process from writing to the same checkpoint within the with block."""
     if checkpoint is None:
         return nullcontext()
     # The lock file is never removed: a process that has just opened it would lock an unlinked file, and a third

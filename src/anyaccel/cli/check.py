@@ -88,9 +88,10 @@ def check_pipeline(
 ) -> None:
     """Check whether a pipeline is portable to other devices.
 
-    Runs the pipeline on virtual devices, compares the image with the CPU result, and lists the source lines to fix.
-    Virtual devices enforce documented limits; they do not replace a test on hardware. --real checks a real device on
-    this machine instead, per component and per step. The exit status is 1 if the pipeline fails on a device.
+    Runs the pipeline on virtual devices, compares the image with the CPU image, and lists the source lines to
+    fix. Virtual devices enforce documented limits; they do not replace a test on hardware. --real checks a
+    device on this machine instead, per component and per step. The exit status is 1 if the pipeline fails on a
+    device.
     """
     # Options of the virtual check are rejected with --real; ignoring them would suggest that they took effect.
     if real:

@@ -1,4 +1,4 @@
-"""Console output with colors."""
+"""Colored console output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["color_verdict", "make_console"]
 
 
 def make_console() -> Console:
-    """Return a console that does not wrap lines, so links can be copied whole."""
+    """Return a console that does not wrap lines, so that long links can be copied."""
     # Without a terminal, rich assumes 80 columns, even with soft_wrap.
     return Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 10_000)
 

@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C and SIGTERM.
+"""Ctrl-C and SIGTERM handling.
 
 The run stops at the next denoising step, never in the middle of writing a file.
 """
@@ -24,7 +24,7 @@ INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 @contextmanager
 def cleanup_on_exit() -> Iterator[Display]:
-    """Provide a display for the block. SIGTERM unwinds the block like Ctrl-C, so cleanup code runs."""
+    """Provide a display within the with block. SIGTERM raises an exception like Ctrl-C, so cleanup code runs."""
     display = Display()
     try:
         with raising_on_sigterm():
@@ -37,11 +37,11 @@ def cleanup_on_exit() -> Iterator[Display]:
 
 
 class Interruption:
-    """Signal handling that stops the work at a safe point.
+    """Signal handling that stops a run at a safe point.
 
-    An exception in the middle of a step could leave torch or a vendor library in an undefined state, so the first
-    Ctrl-C takes effect at the next step. A second Ctrl-C, or SIGTERM, ends the process immediately, but never in the
-    middle of writing a file.
+    An exception in the middle of a step could leave torch or a vendor library in an undefined state, so the
+    first Ctrl-C takes effect at the next step. A second Ctrl-C, or SIGTERM, ends the process immediately, but
+    never in the middle of writing a file.
     """
 
     def __init__(self, *, on_wait: Callable[[], None], on_end: Callable[[], None]) -> None:
@@ -53,12 +53,12 @@ class Interruption:
         self._deferred_signal: int | None = None
 
     def handling(self) -> AbstractContextManager[None]:
-        """Handle SIGINT and SIGTERM during the block."""
+        """Handle SIGINT and SIGTERM within the with block."""
         return handling_signals(self._on_signal, signal.SIGINT, signal.SIGTERM)
 
     @contextmanager
     def at_steps(self) -> Iterator[None]:
-        """Defer the first Ctrl-C in the block to the next `check`, or to the end of the block if there is none."""
+        """Defer the first Ctrl-C within the with block to the next `check`, or else to the end of the block."""
         self._between_steps = True
         try:
             yield
@@ -73,7 +73,7 @@ class Interruption:
 
     @contextmanager
     def after_file(self) -> Iterator[None]:
-        """Defer signals until the end of a block that writes a file."""
+        """Defer signals until the end of a with block that writes a file."""
         self._writing_file = True
         try:
             yield

@@ -102,7 +102,7 @@ def main() -> NoReturn:
 
 
 def _was_interrupted(end: SystemExit) -> bool:
-    """Return whether typer converted Ctrl-C to a silent exit; commands that handle Ctrl-C print their own message."""
+    """Return whether typer turned Ctrl-C into a silent exit; commands that handle Ctrl-C print their own message."""
     # typer raises Exit(130) from the KeyboardInterrupt, and SystemExit while it handles that (typer 0.29, core.py).
     return isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt)
 

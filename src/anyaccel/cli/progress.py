@@ -30,7 +30,7 @@ class Display(ProgressListener):
         print(text, file=sys.stderr, flush=True)
 
     def start_phase(self, text: str) -> None:
-        """Show a new phase with an indeterminate bar."""
+        """Show a new phase with an indeterminate progress bar."""
         self.clear()
         self._phase = text
         if self.live:
@@ -49,7 +49,7 @@ class Display(ProgressListener):
         self.print_line(f"warning: {text}")
 
     def on_start(self, done: int, total: int) -> None:
-        """Print the number of rows, and how many an earlier run finished."""
+        """Print the number of rows and the number that an earlier run finished."""
         self.done, self.total = done, total
         self.print_line(f"{total} row{'s' * (total > 1)}{f', {done} already finished' if done else ''}")
 

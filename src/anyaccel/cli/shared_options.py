@@ -1,4 +1,4 @@
-"""Command-line options that several commands share."""
+"""Command-line options shared by several commands."""
 
 from __future__ import annotations
 

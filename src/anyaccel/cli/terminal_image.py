@@ -1,4 +1,4 @@
-"""Image display in the terminal, through a graphics protocol or as colored half blocks."""
+"""Image display in the terminal, using a graphics protocol or colored half blocks."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ _CUBE_LEVELS = (0, 95, 135, 175, 215, 255)
 
 
 def check_protocol(protocol: str) -> None:
-    """Raise if the value is not supported by `--show`."""
+    """Raise if `--show` does not support the protocol."""
     if protocol not in PROTOCOLS:
         raise UsageError(f"unknown value {protocol!r} for --show", hint=nearest(protocol, PROTOCOLS))
 
 
 def show_image(image: Image.Image, stream: TextIO, protocol: str = "auto") -> None:
-    """Show an image if the stream is a terminal that can show images."""
+    """Show an image if the stream is a terminal that can display images."""
     if not stream.isatty():
         return
     if protocol == "auto":
@@ -143,7 +143,7 @@ def _read_reply(source: int) -> bytes:
 
 
 def encode_kitty(png: bytes, rows: int) -> str:
-    """Encode a PNG for kitty's graphics protocol, `rows` lines high."""
+    """Encode a PNG for the kitty graphics protocol, `rows` lines high."""
     data = base64.b64encode(png).decode("ascii")
     chunks = [data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK)]
     sequences = []
@@ -156,13 +156,13 @@ def encode_kitty(png: bytes, rows: int) -> str:
 
 
 def encode_iterm2(png: bytes, rows: int) -> str:
-    """Encode a PNG for iTerm2's inline image protocol, `rows` lines high."""
+    """Encode a PNG for the iTerm2 inline image protocol, `rows` lines high."""
     data = base64.b64encode(png).decode("ascii")
     return f"\x1b]1337;File=inline=1;size={len(png)};height={rows};preserveAspectRatio=1:{data}\x07"
 
 
 def encode_sixel(image: Image.Image) -> str:
-    """Encode an image as sixels: a palette, then bands of six pixel rows, each encoded color by color."""
+    """Encode an image as sixels: a palette, followed by bands of six pixel rows, each encoded color by color."""
     import numpy as np
 
     indexed = image.convert("RGB").quantize(256)
@@ -192,7 +192,7 @@ def _encode_band(band: npt.NDArray[np.uint8]) -> Iterator[str]:
 
 
 def encode_blocks(image: Image.Image, columns: int, rows: int, *, true_color: bool) -> str:
-    """Encode an image as upper half blocks: the foreground is the upper pixel, the background the lower one."""
+    """Encode an image as half blocks: the foreground color is the upper pixel, the background color the lower one."""
     import numpy as np
 
     scale = min(columns / image.width, 2 * rows / image.height)

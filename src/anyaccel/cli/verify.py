@@ -42,7 +42,7 @@ class VerifyOptions:
 
 
 def verify_device(name: str | None, options: VerifyOptions, output: Path | None, *, force: bool, as_json: bool) -> None:
-    """Verify a device, print the result and write the evidence file; exit with status 1 if the sheet does not hold."""
+    """Verify a device, print the result and write the evidence file; exit with status 1 if verification fails."""
     if name is None:
         raise UsageError("--verify requires a device name", hint="for example: anyaccel devices cuda --verify")
     if read_device(name).virtual:
@@ -146,7 +146,7 @@ def _print_pipelines(console: Console, pipelines: tuple[PipelineFinding, ...]) -
 
 
 def _summarize(verification: Verification, file: Path) -> list[str]:
-    """Return summary lines: the count of each verdict, the file path and the next step."""
+    """Return summary lines with the count of each verdict, the file path and the next step."""
     counts = Counter(finding.verdict for finding in verification.findings)
     lines = ["", ", ".join(f"{verdict}: {count}" for verdict, count in counts.items())]
     lines.append(f"written: {file}")

@@ -98,7 +98,7 @@ class CudaModuleProxy:
 
     @contextmanager
     def device(self, device: Any = None) -> Iterator[None]:
-        """Set the current device while the block runs."""
+        """Set the current device within the with block."""
         before = self._migration.device
         # Like torch, ignore None and negative indices.
         ignored = device < 0 if isinstance(device, int) else device is None or is_host(device)
@@ -111,11 +111,11 @@ class CudaModuleProxy:
 
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        """Run the block without switching streams, because the device has only one."""
+        """Run the with block without switching streams, because the device has only one stream."""
         yield
 
     def synchronize(self, device: Any = None) -> None:
-        """Wait until the device has finished all work."""
+        """Wait until all work on the device is complete."""
         self._driver.synchronize(self._index(device))
 
     def empty_cache(self) -> None:
@@ -156,7 +156,7 @@ class CudaModuleProxy:
         self._driver.manual_seed(int(seed))
 
     def seed(self) -> None:
-        """Seed the generators with a random number."""
+        """Seed the generators with a random seed."""
         self._driver.manual_seed(torch.seed() % 2**63)
 
     seed_all = seed
@@ -179,7 +179,7 @@ class CudaModuleProxy:
         return [torch.get_rng_state()] * self.device_count()
 
     def set_rng_state_all(self, states: Any) -> None:
-        """Set the CPU's RNG state to the first of `states`."""
+        """Set the CPU's RNG state to the first state in `states`."""
         torch.set_rng_state(next(iter(states)))
 
     def _read(self, read_statistic: Any) -> Any:
@@ -229,7 +229,7 @@ def install_cuda_proxy(migration: Migration) -> None:
 
     # A new class instead of a new module: scripts and libraries may already hold the module object.
     class PatchedCudaModule(ModuleType):
-        """Module class that gives scripts the proxy's attributes and libraries the real ones."""
+        """Module class that provides the proxy's attributes to scripts and the real attributes to libraries."""
 
         def __getattribute__(self, name: str) -> Any:
             # The caller decides: diffusers needs the real CUDA module, the script the proxy.

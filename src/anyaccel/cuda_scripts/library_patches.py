@@ -1,7 +1,7 @@
 """Patches for diffusers, transformers and safetensors that translate a script's device.
 
-A library is patched when the script imports it, not earlier: libraries read environment variables at import, and a
-script may set them first.
+Each library is patched when the script imports it, not earlier: libraries read environment variables at import
+time, and a script may set them first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _XFORMERS = "enable_xformers_memory_efficient_attention is ignored: xformers req
 
 
 def install_library_patches(migration: Migration) -> None:
-    """Patch libraries that are already imported, and the others when they are imported."""
+    """Patch the libraries that are already imported, and the others as soon as they are imported."""
     patches: dict[str, ModulePatch] = {
         "diffusers.pipelines.pipeline_utils": _patch_pipelines,
         "diffusers.pipelines.auto_pipeline": _patch_auto_pipelines,
@@ -188,7 +188,7 @@ def _is_accelerator(value: Any, migration: Migration) -> bool:
 
 
 def place_script_pipeline(pipe: Any, device: torch.device, dtype: torch.dtype | None, migration: Migration) -> Any:
-    """Place a pipeline with the script's dtypes where the device supports them."""
+    """Place a pipeline with the script's dtypes if the device supports them."""
     from anyaccel.runtime.pipeline import Portable, make_portable, place
 
     dtypes = {} if dtype is not None else _read_dtypes(pipe)

@@ -2,7 +2,7 @@
 
     open the device → create a Migration → patch torch, and libraries at import → run the script
 
-The script runs as with `python SCRIPT`. The patches stay in effect until the process ends.
+The script runs as it would with `python SCRIPT`. The patches remain in effect until the process ends.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _read_code(path: str) -> bytes:
 
 
 def _execute(source: bytes, path: str) -> None:
-    """Run the script as `__main__`, and keep that module for threads, pickle and atexit functions."""
+    """Run the script as `__main__`, and keep that module for threads, pickle and atexit handlers."""
     module = ModuleType("__main__")
     file = os.path.abspath(path)
     vars(module).update({"__file__": file, "__builtins__": __builtins__, "__cached__": None})

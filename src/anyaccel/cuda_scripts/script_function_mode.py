@@ -30,7 +30,7 @@ _BUILDERS = ("tensor", "as_tensor", "asarray", "from_dlpack")
 
 
 class ScriptFunctionMode(PipelineFunctionMode):
-    """Mode that maps the device of a torch call, then applies the pipeline workarounds."""
+    """Mode that maps the device in a torch call, then applies the pipeline workarounds."""
 
     def __init__(self, migration: Migration, mode: PipelineFunctionMode) -> None:
         # Only the keys are used, to know which functions draw random values.
@@ -51,7 +51,7 @@ class ScriptFunctionMode(PipelineFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Map the device of one torch call, then run it."""
+        """Map the device in a torch call, then run the call."""
         # Before the handlers of the pipeline mode, which expect the actual device.
         translator = self.translators.get(func)
         if translator is not None:
@@ -92,7 +92,7 @@ class ScriptFunctionMode(PipelineFunctionMode):
         return Tensor.to, (args[0], device), kwargs
 
     def _is_on_accelerator(self, tensor: Any, frame: Any) -> bool:
-        """Return a script's `tensor.is_cuda`: whether the tensor is on the accelerator. Libraries always see False."""
+        """Return a script's `tensor.is_cuda`: True if the tensor is on the accelerator. Libraries always see False."""
         return not is_device_aware_library(frame) and is_on(tensor.device, self.migration.device.type)
 
     def _pin(self, func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
@@ -133,7 +133,7 @@ def install_function_mode(migration: Migration) -> ScriptFunctionMode:
 
 
 def _draw_on_device(handler: Handler) -> Handler:
-    """Apply the handler only to random draws on the device; CPU draws may belong to a pipeline and are unchanged."""
+    """Apply the handler only to random draws on the device; draws on the CPU, such as a pipeline's, are unchanged."""
 
     def draw(func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         device = kwargs.get("device") or next((value.device for value in args if isinstance(value, Tensor)), None)
@@ -144,7 +144,7 @@ def _draw_on_device(handler: Handler) -> Handler:
 
 
 def _ignore_stream(self: Tensor, stream: Any) -> None:
-    """Ignore the stream, because there is only one and memory is never reused too early."""
+    """Ignore the stream: there is only one, so memory is never reused too early."""
 
 
 def _translate_builder(build: Callable[..., Any], migration: Migration) -> Callable[..., Any]:

@@ -1,1 +1,1 @@
-"""The small text-to-image model that ships with anyaccel; it draws about a thousand objects."""
+"""The small text-to-image model included in anyaccel; it draws about a thousand objects."""

@@ -56,7 +56,7 @@ _NO_JITTER = ((0.0, 0.0, 1.0),)
 
 @dataclass(frozen=True)
 class Verdict:
-    """The objects recognized in an image or in one half of it."""
+    """The objects recognized in an image or in one of its halves."""
 
     names: tuple[str, ...]
     """Nearest objects, best first: `("red apple", "tomato", …)`; empty if the image shows nothing."""
@@ -79,7 +79,7 @@ class Judge:
         return min(BACKGROUNDS, key=lambda name: float(((np.asarray(BACKGROUNDS[name]) - color) ** 2).sum()))
 
     def classify(self, image: Image.Image, side: str = "whole", best: int = 5) -> Verdict:
-        """Return the `best` nearest objects for the `whole` image, or for its `left` or `right` half."""
+        """Return the `best` closest objects for the `whole` image, or for its `left` or `right` half."""
         pixels = _as_array(image)
         references = self._reference_descriptors(self.background(image))
         background = _border_color(pixels)
@@ -137,7 +137,7 @@ def _as_array(image: Image.Image) -> Array:
 
 
 def _border_color(pixels: Array) -> Array:
-    """Return the median color of the border, which is two pixels wide."""
+    """Return the median color of the two-pixel border."""
     edge = [pixels[:2].reshape(-1, 3), pixels[-2:].reshape(-1, 3), pixels[:, :2].reshape(-1, 3)]
     color: Array = np.median(np.concatenate([*edge, pixels[:, -2:].reshape(-1, 3)]), axis=0)
     return color
@@ -160,7 +160,7 @@ def _find_box(pixels: Array, background: Array) -> tuple[float, float, float, fl
 def _crop(
     pixels: Array, box: tuple[float, float, float, float], background: Array, jitter: tuple[tuple[float, ...], ...]
 ) -> Array:
-    """Crop the box to a square on the background, and return one shifted and scaled descriptor per jitter entry."""
+    """Crop the box to a square on the background; return one shifted and scaled descriptor per jitter entry."""
     top, left, bottom, right = box
     longest = max(bottom - top, right - left)
     margin = int(longest) + 2

@@ -1,4 +1,4 @@
-"""Vocabulary of the embedded model, to warn about unknown words in a prompt."""
+"""The embedded model's vocabulary, used to warn about unknown words in a prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLURAL_ENDINGS = (("ies", "y"), ("ves", "f"), ("es", ""), ("s", ""))
 
 
 def find_unknown_words(prompt: str) -> list[str]:
-    """Return the words in a prompt that occur in no training caption, in prompt order."""
+    """Return the words in a prompt that do not occur in any training caption, in prompt order."""
     words = re.findall(r"[^\W_][\w'’-]*", prompt.lower())
     return [word for word in dict.fromkeys(words) if not _is_known(word)]
 

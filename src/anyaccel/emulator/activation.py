@@ -34,10 +34,11 @@ _STARTED: list[VirtualAccelerator] = []
 def virtual(
     name: str, count: int = 1, memory: str | int | None = None, strict: bool = False
 ) -> Iterator[VirtualAccelerator]:
-    """Run a block with a virtual accelerator: `with anyaccel.virtual("hpu", memory="gaudi2") as v: print(v.ledger)`.
+    """Run a with block with a virtual accelerator: `with anyaccel.virtual("hpu") as v: print(v.ledger)`.
 
-    `memory` is a size (`"16GiB"` or a number of bytes) or a product on the sheet. Limits are enforced until the block
-    ends; the device type stays registered until the process ends. With `strict`, limits with the effect "error" raise.
+    `memory` is a size (`"16GiB"` or a number of bytes) or a product on the sheet (`"gaudi2"`). Limits are enforced
+    until the block exits; the device type stays registered until the process ends. With `strict`, limits with the
+    effect "error" raise an exception.
     """
     accelerator = start(name, count=count, memory=memory, strict=strict)
     try:
@@ -65,7 +66,7 @@ def start(name: str, count: int = 1, memory: str | int | None = None, strict: bo
 
 
 def start_spec(spec: DeviceSpec) -> DeviceSpec:
-    """Start the virtual devices for a spec unless they are running; return the spec of the device to open."""
+    """Start a spec's virtual devices unless they are already running; return the spec of the device to open."""
     if not find_device(spec.name).virtual:
         start(spec.name, count=spec.require_count(), memory=spec.product or spec.memory, strict=spec.strict)
     return DeviceSpec(name=spec.name, index=spec.index, given_by=spec.given_by)

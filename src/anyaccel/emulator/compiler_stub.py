@@ -57,7 +57,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """A source line at which a graph ended and Python resumed."""
+    """A source line at which a graph ended and execution returned to Python."""
 
     file: str
     line: int
@@ -171,7 +171,7 @@ def _load_or_write_artifact(compiler: Compiler, digest: str, inputs: tuple[str, 
 
 
 def _read_artifact(path: Path, digest: str) -> dict[str, Any] | None:
-    """Return the content of an artifact, or None if it is missing or damaged."""
+    """Return the contents of an artifact, or None if it is missing or corrupted."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):

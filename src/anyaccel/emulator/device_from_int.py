@@ -1,4 +1,4 @@
-"""Support for `torch.device(0)`: torch's C++ code accepts an index only for an accelerator it was built for."""
+"""Support for `torch.device(0)`: torch's C++ code accepts an index only for accelerators it was built for."""
 
 from __future__ import annotations
 

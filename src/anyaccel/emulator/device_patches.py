@@ -50,7 +50,7 @@ def _is_virtual(device: Any, accelerator: VirtualAccelerator) -> bool:
 
 
 def _build_on_cpu(build: Callable[..., torch.Tensor], accelerator: VirtualAccelerator) -> Callable[..., torch.Tensor]:
-    """Build the tensor on the CPU, then move it: `torch.tensor([1], device=…)` writes the data before dispatch."""
+    """Build the tensor on the CPU, then move it: `torch.tensor([1], device=…)` writes its data before dispatch."""
 
     @functools.wraps(build)
     def build_and_move(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -79,14 +79,14 @@ def _build_on_cpu(build: Callable[..., torch.Tensor], accelerator: VirtualAccele
 
 
 def _read_scalars(data: Any) -> Any:
-    """Replace device tensors in nested lists with their values; each one counts as a device-to-CPU read."""
+    """Replace device tensors in nested lists with their values; each of them counts as a device-to-CPU read."""
     if isinstance(data, VirtualTensor):
         return data.item() if data.numel() == 1 else data.tolist()
     return [_read_scalars(item) for item in data] if isinstance(data, list | tuple) else data
 
 
 def _build_from_device_scalars(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Support device scalars in `torch.Tensor([x, y])`; each one counts as a device-to-CPU read."""
+    """Support device scalars in `torch.Tensor([x, y])`; each of them counts as a device-to-CPU read."""
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is torch.Tensor and args and isinstance(args[0], list | tuple):
@@ -97,9 +97,10 @@ def _build_from_device_scalars(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _swap_parameters(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Swap parameters when a module moves to or from the device; identity is preserved, so tied weights stay tied.
+    """Swap parameters when a module moves to or from the device, so that tied weights stay tied.
 
-    By default torch assigns `.data`, which would put CPU data into a device tensor's wrapper.
+    Swapping preserves the identity of the parameters. By default, torch assigns `.data`, which would put CPU data
+    into a device tensor's wrapper.
     """
 
     @functools.wraps(apply)
@@ -157,7 +158,7 @@ def _replace_data(plain: Any) -> property:
 
 
 def _pin_memory(pinned: weakref.WeakSet[torch.UntypedStorage]) -> Callable[..., torch.Tensor]:
-    """Return a `Tensor.pin_memory` that copies the tensor and records its storage; torch's own requires a driver."""
+    """Return a `Tensor.pin_memory` that copies the tensor and records its storage; the original needs a driver."""
 
     def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
         # A Python function must call the active function modes itself; torch's C++ method does it implicitly.
@@ -184,7 +185,7 @@ def _is_pinned(pinned: weakref.WeakSet[torch.UntypedStorage]) -> Callable[..., b
 
 
 def _load_to_device(original: Callable[..., Any], accelerator: VirtualAccelerator) -> Callable[..., Any]:
-    """Make `torch.load(…, map_location=device)` load to the CPU, then move: the virtual device has no storages."""
+    """Make `torch.load(…, map_location=device)` load to the CPU, then move: virtual devices have no storages."""
 
     @functools.wraps(original)
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:

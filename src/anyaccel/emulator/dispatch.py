@@ -63,7 +63,7 @@ class _Call:
         return value
 
     def _to_cpu_fake(self, value: FakeTensor) -> torch.Tensor:
-        """Return a fake CPU tensor for a fake device tensor; factories create those while a graph is traced."""
+        """Return a fake CPU tensor for a fake device tensor; factories create such tensors while tracing a graph."""
         self.device = self.device or value.device
         with value.fake_mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_CPU)
@@ -158,7 +158,7 @@ def _draw_with_device_state(
 ) -> Any:
     """Run an operation without a generator argument (dropout), which draws from the CPU's default generator.
 
-    The CPU generator has the device's state during the call, and its own state is restored afterward.
+    The CPU generator is set to the device's state for the call, and its own state is restored afterward.
     """
     device_generator, cpu_generator = accelerator.generators[target.index or 0], torch.default_generator
     with _CPU_GENERATOR_LOCK:

@@ -1,7 +1,7 @@
 """The ledger of a virtual accelerator: which device limits a program hit, and where.
 
-There is one row per limit and source line, with the limit, its effect, the operation, the pipeline or model line, and
-the count.
+There is one row per limit and source line, with the limit, its effect, the operation, the line of pipeline or
+model code, and the count.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Ledger:
         return file, line
 
     def rows(self, effect: Effect | None = None) -> list[LedgerRow]:
-        """Return all rows, or those with one effect, sorted by severity and then by count."""
+        """Return all rows, or those with the given effect, sorted by severity and then by count."""
         order: dict[Effect, int] = {"error": 0, "wrong": 1, "narrowed": 2, "slow": 3}
         with self._lock:
             rows = [LedgerRow(*key, count=count, step=self._first_steps[key]) for key, count in self._counts.items()]
@@ -79,18 +79,18 @@ class Ledger:
         return sorted(selected, key=lambda row: (order[row.effect], -row.count, row.file, row.line))
 
     def assert_clean(self, *effects: Effect) -> None:
-        """Raise AssertionError if the ledger has rows with these effects (default: "error")."""
+        """Raise AssertionError if the ledger has rows with the given effects (default: "error")."""
         rows = [row for effect in effects or ("error",) for row in self.rows(effect)]
         if rows:
             raise AssertionError("the device does not support:\n" + "\n".join(_format_row(row) for row in rows))
 
     def round_trips(self) -> dict[int | None, int]:
-        """Return the number of device-to-CPU reads per denoising step (None: outside the loop)."""
+        """Return the number of device-to-CPU reads per denoising step (None for reads outside the loop)."""
         with self._lock:
             return dict(self._round_trips)
 
     def merge(self, rows: Iterable[LedgerRow]) -> None:
-        """Add rows from another ledger. `round_trips` does not change, because rows have no counts per step."""
+        """Add rows from another ledger. `round_trips` does not change, because rows have no per-step counts."""
         with self._lock:
             for row in rows:
                 key = (row.limit, row.effect, row.operation, row.file, row.line)
@@ -124,7 +124,7 @@ def _format_row(row: LedgerRow) -> str:
 
 
 def _find_site(frame: FrameType | None) -> tuple[str, int, int | None]:
-    """Return the file and line of the innermost frame outside torch and anyaccel, and the denoising step."""
+    """Return the file and line number of the innermost frame outside torch and anyaccel, and the denoising step."""
     site: tuple[str, int] | None = None
     while frame is not None:
         code = frame.f_code

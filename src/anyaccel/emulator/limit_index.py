@@ -114,7 +114,7 @@ class LimitIndex:
 
 
 def _is_certain(limit: Limit) -> bool:
-    """Return whether to enforce a limit: its condition is decided, and it is not both inferred and contradicted."""
+    """Return whether to enforce a limit: its condition is known, and it is not both inferred and contradicted."""
     return not limit.conditional and not (limit.evidence == "inferred" and limit.contradicted_by)
 
 

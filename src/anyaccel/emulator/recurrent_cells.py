@@ -1,4 +1,4 @@
-"""Recurrent cells written with torch operations: torch selects fused cells by device type, with none for the CPU."""
+"""Recurrent cells written with torch operations: torch selects fused cells by device type; the CPU has none."""
 
 from __future__ import annotations
 

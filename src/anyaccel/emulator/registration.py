@@ -1,8 +1,8 @@
 """Registration of a device type with torch, in Python and C++, on a machine without that device.
 
-A name that torch does not know is registered as `PrivateUse1`. A name that torch knows (mps, hpu, xpu) has no device
-guard in a build without the device, so a guard written in Python fills its slot in libc10's table. Both last until
-the process ends.
+A name that torch does not know is registered as `PrivateUse1`. A name that torch knows (mps, hpu, xpu) has no
+device guard in a build without the device, so a Python device guard is added to the device guard registry in
+libc10. Both registrations last until the process ends.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _make_cast(func: Any, key: str) -> Any:
 
 
 def _is_builtin(name: str) -> bool:
-    """Return whether this torch build has a built-in device type with this name."""
+    """Return whether this torch build has a built-in device type with the given name."""
     return read_device_type(name.upper()) is not None
 
 
@@ -150,7 +150,7 @@ def _make_importable(name: str, module: ModuleType) -> None:
 
 
 def _fill_guard_slot(name: str) -> None:
-    """Put a guard written in Python into the device's slot of the table that C++ reads before accessing a device."""
+    """Register a Python device guard for the device type in the device guard registry in libc10."""
     kind = read_device_type(name.upper())
     slot, private_use = int(kind), int(read_device_type("PrivateUse1"))
     table = find_guard_table(private_use + 1)

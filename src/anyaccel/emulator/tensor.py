@@ -102,7 +102,7 @@ class VirtualTensor(torch.Tensor):
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]
-        """Return a tensor with this data, by default with this tensor's dtype and device."""
+        """Return a tensor with the given data, by default with this tensor's dtype and device."""
         defaults: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         return torch.tensor(data, **defaults | {name: value for name, value in options.items() if value is not None})
 

@@ -1,10 +1,11 @@
-"""Patches for torch: the table of all patched attributes, and the only functions that apply and remove patches.
+"""Patches for torch: a table of all patched attributes, and the only functions that apply and remove patches.
 
-Virtual accelerators, `anyaccel run` and the benchmark patch torch. Each registers a layer,
-`wrap(original) -> replacement`, for a name in the table. The layers for a name are nested, with the last registered
-outermost. They can be removed in any order; after the last one is removed, the attribute is the original object again.
+Virtual accelerators, `anyaccel run` and the benchmark patch torch. Each of them registers a layer,
+`wrap(original) -> replacement`, for a name in the table. The layers for a name are nested, with the most
+recently registered one outermost. They can be removed in any order; removing the last one restores the
+original object.
 
-Known limitation: a name bound by `from torch import load` before the patch keeps the original.
+Known limitation: a name bound by `from torch import load` before the patch still refers to the original.
 """
 
 from __future__ import annotations
@@ -232,7 +233,7 @@ def apply_patch(name: str, wrap: Wrap, user: str) -> None:
 
 
 def remove_patches(user: str) -> None:
-    """Remove all layers of a user, and restore the original objects of attributes without layers."""
+    """Remove all of a user's layers, and restore the original object of each attribute without layers."""
     for name, replacement in list(_REPLACEMENTS.items()):
         if replacement.layers.pop(user, None) is None:
             continue

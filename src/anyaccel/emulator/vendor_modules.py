@@ -1,4 +1,4 @@
-"""Emulated vendor software: a device's `torch.NAME` module, and the packages that provide it."""
+"""Emulated vendor software: a device's `torch.NAME` module and the packages that provide it."""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ def explain(
 ) -> Plan:
     """Return the plan for a model on a device, with the memory use in `plan.forecast`.
 
-    Neither the weights nor the device have to be on this machine. `device` is a name, a product, or a name with a
-    memory size: `hpu`, `gaudi2`, `mps:16GiB`. Additional keyword arguments are options of `anyaccel.place`.
+    Neither the weights nor the device has to be on this machine. `device` is a name, a product, or a name with a
+    memory size: `hpu`, `gaudi2`, `mps:16GiB`. Additional keyword arguments are the same as for `anyaccel.place`.
     """
     batch = check_batch(batch)
     width, height = (
@@ -228,7 +228,7 @@ class _MemoryEstimate:
         )
 
     def _find_largest_size(self, capacity: int, *, fits: bool) -> tuple[int, int] | None:
-        """Return the largest size for one image, with the requested aspect ratio, that fits in any memory mode."""
+        """Return the largest size of a single image, with the requested aspect ratio, that fits in any memory mode."""
         if not self.takes_size:
             return None
         rule = self.rules(1)[-1]  # the last rule needs the least memory
@@ -245,7 +245,7 @@ class _MemoryEstimate:
 
 
 def _make_call(full: FullSizePipeline, size: tuple[int, int] | None, images: int) -> dict[str, Any]:
-    """Return the recipe's call arguments, with the given image size or else the pipeline's default size."""
+    """Return the recipe's call arguments, with the given image size or the pipeline's default size."""
     parameters = inspect.signature(full.pipe.__call__).parameters
     call = {name: value for name, value in full.recipe.call().items() if name not in _LEFT_TO_DEFAULTS}
     call = {name: _resize(value, size) for name, value in call.items()}

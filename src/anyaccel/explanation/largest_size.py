@@ -42,13 +42,13 @@ def find_largest_size(need: Callable[[Size], int | None], requested: Size, capac
 
 
 def _scale(size: Size, steps: int) -> Size:
-    """Return the size with the same aspect ratio and a longer side of `steps` search steps."""
+    """Return a size with the same aspect ratio whose longer side is `steps` search steps."""
     width, height = (max(1, round(side * steps / max(size))) * _STEP for side in size)
     return width, height
 
 
 def _guess(measured: Mapping[int, int], capacity_bytes: int, candidates: range) -> tuple[int, float]:
-    """Return the largest candidate that is expected to fit (or else the smallest) and its expected size in bytes."""
+    """Return the largest candidate expected to fit (or else the smallest) and its expected memory use in bytes."""
     # Near one size, memory is about linear in the pixels. A single measurement is interpolated with the origin.
     nearest = sorted(measured.items(), key=lambda item: abs(item[1] - capacity_bytes))
     (step, step_bytes), (other, other_bytes) = [*nearest, (0, 0)][:2]

@@ -1,4 +1,4 @@
-"""Config files for the model to explain: the embedded model, a folder, a bundled model or a hub id."""
+"""Config files for the model to explain: the embedded model, a folder, a bundled model or a Hub ID."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benefit of multiple devices: weights per rank with tensor parallelism, tokens per rank with context parallelism."""
+"""Benefit of multiple devices: weights per rank (tensor parallel) and tokens per rank (context parallel)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FREE_SHARE = 0.8
 def choose_split(
     target: DeviceTarget, facts: PipelineFacts, options: PlacementOptions, dtype: str
 ) -> Decision[Split | None]:
-    """Return the requested split; `auto` uses the most devices in one server that the model can be split across."""
+    """Return the requested split; `auto` uses as many devices in one server as the model can be split across."""
     if options.parallel is None:
         return SINGLE_DEVICE
     weights = sum(component.parameters for component in facts.components) * FLOATING_BYTES[dtype]
@@ -53,7 +53,7 @@ def choose_split(
 
 
 def split_memory(measure: Measure, facts: PipelineFacts, split: Split | None) -> Measure:
-    """Return a measure for one rank: its share of the weights, and the same activations as on a single device."""
+    """Return a `Measure` for one rank: its share of the weights, with the same activations as on a single device."""
     if split is None or split.strategy != "tensor":
         return measure
     shares = {

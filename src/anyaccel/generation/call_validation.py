@@ -26,7 +26,8 @@ _USE_PYTHON = "load the pipeline with anyaccel.DiffusionPipeline.from_pretrained
 def check_image_call(pipe: Any, call: Mapping[str, Any]) -> None:
     """Raise if the pipeline does not generate images from a prompt, or does not accept the arguments.
 
-    Call this before the pipeline: the wrong output type would otherwise show up only after the last step.
+    Call this before the pipeline: an incorrect output type would otherwise be detected only after the last
+    step.
     """
     parameters = _named_parameters(pipe)
     pipeline = plain_class(pipe).__name__

@@ -51,8 +51,9 @@ class Result:
     def save(self, path: str | os.PathLike[str] = "./", *, force: bool = False) -> list[Path]:
         """Save each image with its metadata and return the paths.
 
-        `path` is a folder/ or a file; for several images, a number is added to the file name. The suffix selects the
-        format: png, jpg or webp. Existing files are overwritten only with `force`.
+        `path` is a file, or a folder if it ends with / or exists as one; for several images, a number is added to
+        the file name. The suffix selects the format: png, jpg or webp. Existing files are overwritten only with
+        `force`.
         """
         # Raises before the first file is written if one of the names is taken.
         destination = read_destination(path, images=len(self.images), sheet=False, force=force)
@@ -107,16 +108,18 @@ def generate(
     revision: str | None = None,
     **call: Any,
 ) -> Result:
-    """Generate images: `anyaccel.generate("a red apple", seed=7)`. A list of prompts generates one image per prompt.
+    """Generate images from prompts: `anyaccel.generate("a red apple", seed=7)`.
 
-    `model` is a hub id (with an optional `revision`), a folder, or None for the embedded model. The last model stays
-    loaded for the next call. `device` is anything that `pipe.to` accepts; `speed` is `exact`, `fast` or `draft`. Other
-    keywords are passed to the pipeline call under their diffusers names: `num_inference_steps`, `guidance_scale`,
-    `negative_prompt`, `height`, `width`, `num_images_per_prompt`.
+    A list of prompts generates one image per prompt. `model` is a Hub ID (with an optional `revision`), a
+    folder, or None for the embedded model. The last model stays loaded for the next call. `device` is anything
+    that `pipe.to` accepts; `speed` is `exact`, `fast` or `draft`. Other keyword arguments are passed to the
+    pipeline call under their diffusers names: `num_inference_steps`, `guidance_scale`, `negative_prompt`,
+    `height`, `width`, `num_images_per_prompt`.
 
-    An integer `seed` is the seed for the first image of every prompt; further images of a prompt use consecutive seeds.
-    A list contains one seed per image. Without `seed`, a random one is drawn and returned in `Result.seeds`. Images are
-    generated one by one, so each is bitwise identical to the same image generated alone.
+    An integer `seed` is the seed for the first image of every prompt; further images of a prompt use
+    consecutive seeds. A list contains one seed per image. Without `seed`, a random one is drawn and returned in
+    `Result.seeds`. Images are generated one by one, so each is bitwise identical to the same image generated
+    alone.
     """
     request = make_request(prompt, model, device, seed, dtype=dtype, speed=speed, revision=revision, **call)
     # One call at a time: a second thread could otherwise replace the cached model during this call.

@@ -1,4 +1,4 @@
-"""Generation of images from prompts and seeds, with their metadata."""
+"""Image generation from prompts and seeds, with metadata."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def generate_images(
     call: Mapping[str, Any],
     listener: ProgressListener | None = None,
 ) -> list[GeneratedImage]:
-    """Generate one image per prompt in one pipeline call. Batching changes images only by rounding."""
+    """Generate one image per prompt in one pipeline call; batched images differ only by rounding error."""
     pipe, count = loaded.pipe, len(prompts)
     check_image_call(pipe, call)
     arguments = {"prompt": prompts[0], "seed": seeds[0], **call}

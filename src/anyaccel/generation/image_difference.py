@@ -9,14 +9,14 @@ __all__ = ["measure_difference", "measure_psnr"]
 
 
 def measure_psnr(actual: Any, expected: Any, data_range: float = 1.0) -> float | None:
-    """Return the PSNR in dB of arrays with values from 0 to `data_range`, or None if they are equal."""
+    """Return the PSNR in dB between arrays with values from 0 to `data_range`, or None if they are equal."""
     # Squared differences of float16 or uint8 arrays would overflow.
     error = float(((actual.astype("float64") - expected.astype("float64")) ** 2).mean())
     return 10 * math.log10(data_range**2 / error) if error > 0 else None
 
 
 def measure_difference(actual: Any, expected: Any) -> float | None:
-    """Return the largest absolute difference, relative to the largest expected value if that exceeds 1.
+    """Return the maximum absolute difference, relative to the largest expected value if that exceeds 1.
 
     Return None if the shapes differ.
     """

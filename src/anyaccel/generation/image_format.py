@@ -1,4 +1,4 @@
-"""Image file formats, and where each of them stores the generation metadata."""
+"""Image file formats, and where each format stores the generation metadata."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _OWN_FIELDS = ("num_inference_steps", "guidance_scale", "negative_prompt")
 
 @dataclass(frozen=True, kw_only=True)
 class ImageMetadata:
-    """Everything that determines an image: model, call, device and versions."""
+    """Everything that determines an image: the model, call, device and software versions."""
 
     model: str
     """`embedded`, a hub id, or a folder, with `~` for the home folder."""
@@ -70,7 +70,7 @@ class ImageMetadata:
 
     @property
     def is_from_hub(self) -> bool:
-        """Whether the model is a hub id."""
+        """Whether the model is a Hub ID."""
         return self.model != "embedded" and not self.model.startswith("~") and not Path(self.model).is_absolute()
 
     @property
@@ -104,7 +104,7 @@ class ImageMetadata:
 
 
 def record_call(call: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the call arguments not stored in a separate field, and the names of those that JSON cannot represent."""
+    """Return the call arguments that have no field of their own, and the names of those JSON cannot represent."""
     recorded: dict[str, Any] = {}
     unrecorded: list[str] = []
     for name, value in call.items():
@@ -121,7 +121,7 @@ def record_call(call: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...
 
 
 def _pack(value: Any) -> Any:
-    """Convert tuples to JSON objects, including tuples in lists."""
+    """Convert tuples, including those in lists, to JSON objects."""
     # Not to lists: some pipelines concatenate tuples, which fails with a list.
     if isinstance(value, tuple):
         return {_TUPLE: [_pack(item) for item in value]}
@@ -217,7 +217,7 @@ def describe_metadata(metadata: ImageMetadata) -> str:
 
 
 def find_differences(recorded: ImageMetadata, current: ImageMetadata) -> list[str]:
-    """Return one line per change since an image was generated that can alter the image."""
+    """Return one line for each change since an image was generated that can affect the image."""
     differences = []
     for package in sorted({*recorded.versions, *current.versions}):
         before, after = recorded.versions.get(package, "none"), current.versions.get(package, "none")

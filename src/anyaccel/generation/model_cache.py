@@ -46,7 +46,7 @@ _CACHE: dict[tuple[object, ...], LoadedModel] = {}
 
 
 def load_model(request: GenerationRequest, listener: ProgressListener | None = None) -> LoadedModel:
-    """Return the model for a request, placed on its device; loading another model releases the cached one."""
+    """Return the model for a request, on its device; loading a different model releases the cached one."""
     model = request.model
     with LOCK:
         # First, because an unavailable device must be reported before diffusers is imported, which takes seconds.
@@ -70,7 +70,7 @@ def load_model(request: GenerationRequest, listener: ProgressListener | None = N
 def load_uncached(
     request: GenerationRequest, placement_options: PlacementOptions, listener: ProgressListener | None = None
 ) -> LoadedModel:
-    """Load the model for a request onto its device without the cache; `placement_options` override the request."""
+    """Load the model for a request onto its device, bypassing the cache; `placement_options` override the request."""
     opened = resolve_device(request.device, placement_options)
     fallback = _choose_virtual_dtype(opened, placement_options.dtype)
     placement_options = replace(placement_options, dtype=fallback.value) if fallback else placement_options
@@ -81,7 +81,7 @@ def load_uncached(
 
 
 def release_model() -> None:
-    """Release the cached model and its memory."""
+    """Release the cached model and the memory it uses."""
     with LOCK:
         if _CACHE:
             _CACHE.clear()
@@ -109,7 +109,7 @@ def _load_pipeline(
     fallback: Decision[str] | None,
     listener: ProgressListener | None,
 ) -> Any:
-    """Return a placed pipeline."""
+    """Load a pipeline and place it on a device."""
     chosen = fallback or choose_dtype(opened.sheet, PipelineFacts(pipeline=""), placement_options)
     options: dict[str, Any] = {} if model.revision is None else {"revision": model.revision}
     # Loading in the final dtype avoids a float32 copy of the weights in host memory.

@@ -1,4 +1,4 @@
-"""Resolution of model names (embedded model, folder or hub id) and of their revisions."""
+"""Resolution of model names (embedded model, folder or Hub ID) and their revisions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SAMPLE_BYTES = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedModel:
-    """A model that is not loaded yet."""
+    """A resolved model that has not been loaded yet."""
 
     kind: Literal["embedded", "folder", "hub"]
     name: str
@@ -36,7 +36,7 @@ class ResolvedModel:
 
 
 def resolve_model(model: str | os.PathLike[str] | None = None, revision: str | None = None) -> ResolvedModel:
-    """Return the model for a name; check the files in a folder, but download and load nothing."""
+    """Resolve a model name; check the files in a local folder, but do not download or load anything."""
     if not isinstance(model, str | os.PathLike | None):
         raise UsageError(
             f"{model!r} is not a valid model", hint="pass a hub id, a folder, or None for the embedded model"
@@ -60,7 +60,7 @@ def resolve_model(model: str | os.PathLike[str] | None = None, revision: str | N
 
 
 def _abbreviate_home(path: Path) -> str:
-    """Return the absolute path with `~` for the home folder."""
+    """Return the absolute path with `~` in place of the home folder."""
     # The path is stored in image files, which must not reveal the user name.
     absolute = path.absolute()
     home = Path(os.path.expanduser("~"))
@@ -68,7 +68,7 @@ def _abbreviate_home(path: Path) -> str:
 
 
 def find_revision(model: ResolvedModel) -> str | None:
-    """Return the commit of a hub model (None if it is not in the hub cache), or a digest of the local files."""
+    """Return the commit of a Hub model (None if it is not in the Hub cache), or a digest of the local files."""
     if model.kind == "hub":
         from huggingface_hub import try_to_load_from_cache
 
@@ -86,8 +86,8 @@ def _digest_embedded() -> str:
 def digest_folder(folder: Path, *, whole: bool = False) -> str:
     """Return a digest of the names, sizes and contents of a pipeline's files.
 
-    Unless `whole` is set, only the first, middle and last 64 KiB of files over 1 MiB are read. This detects different
-    weights quickly; it does not protect against manipulated files.
+    Unless `whole` is set, only the first, middle and last 64 KiB of files over 1 MiB are read. This detects
+    different weights quickly, but does not protect against tampering.
     """
     digest = hashlib.sha256()
     for file in _list_model_files(folder):

@@ -97,7 +97,7 @@ def read_destination(output: str | os.PathLike[str] | None, *, images: int, shee
 
 
 def _find_kind(path: Path) -> str | None:
-    """Return `folder` or `file`, or None if the path does not exist. A broken link counts as a file."""
+    """Return `folder` or `file`, or None if the path does not exist. A broken symlink counts as a file."""
     try:
         # Not exists(), which is false for a broken link; writing there would replace the link.
         os.lstat(path)

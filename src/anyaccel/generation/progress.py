@@ -18,7 +18,7 @@ __all__ = ["counting_components", "counting_steps"]
 
 
 class _StepBar(tqdm):  # type: ignore[misc]
-    """An invisible progress bar that notifies a listener; a tqdm subclass, because pipelines use the full tqdm API."""
+    """An invisible progress bar that notifies a listener; it subclasses tqdm because pipelines use its full API."""
 
     def __init__(self, listener: ProgressListener, iterable: Any = None, total: int | None = None) -> None:
         super().__init__(iterable, total=total, disable=True)
@@ -28,7 +28,7 @@ class _StepBar(tqdm):  # type: ignore[misc]
         listener.on_step(0, self.step_count)
 
     def update(self, n: float | None = 1) -> None:
-        """Count `n` more finished steps."""
+        """Advance the bar by `n` finished steps."""
         self.done += int(n or 0)
         self.listener.on_step(self.done, self.step_count)
 
@@ -40,7 +40,7 @@ class _StepBar(tqdm):  # type: ignore[misc]
 
 @contextmanager
 def counting_steps(pipe: Any, listener: ProgressListener | None) -> Iterator[None]:
-    """Notify a listener of a pipeline's denoising steps during the block, instead of showing a bar."""
+    """Notify a listener of a pipeline's denoising steps within the with block, instead of showing a progress bar."""
     if listener is None:
         yield
         return
@@ -63,7 +63,7 @@ def counting_steps(pipe: Any, listener: ProgressListener | None) -> Iterator[Non
 
 @contextmanager
 def counting_components(listener: ProgressListener | None) -> Iterator[None]:
-    """Notify a listener of loaded components during the block, instead of showing the diffusers progress bars."""
+    """Notify a listener of loaded components within the with block, instead of showing diffusers progress bars."""
     if listener is None:
         yield
         return

@@ -58,9 +58,10 @@ def make_request(
     revision: str | None = None,
     **call: Any,
 ) -> GenerationRequest:
-    """Validate the arguments and return a request, before a model is loaded.
+    """Validate the arguments before a model is loaded, and return a request.
 
-    An integer seed is the seed for the first image of every prompt; further images of a prompt use consecutive seeds.
+    An integer seed is the seed for the first image of every prompt; further images of a prompt use consecutive
+    seeds.
     """
     call = {name: _check_value(name, _to_python_scalar(value)) for name, value in call.items()}
     for name, hint in _UNSUPPORTED.items():
@@ -88,12 +89,12 @@ def make_request(
 
 
 def _to_python_scalar(value: Any) -> Any:
-    """Convert a NumPy or torch scalar to a Python scalar, which JSON can represent."""
+    """Convert a NumPy or torch scalar to a JSON-serializable Python scalar."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
 def _check_value(name: str, value: Any) -> Any:
-    """Return the value of a call argument; raise if it is NaN, infinite or out of range."""
+    """Validate and return a call argument; raise if it is NaN, infinite or out of range."""
     if isinstance(value, float) and not math.isfinite(value):
         raise UsageError(f"{name} must be finite, not {value}", hint=f"for example {name}=5.0, or omit it")
     if name in SIDES and value is not None:
@@ -111,7 +112,7 @@ def _read_prompts(prompt: Any) -> list[str]:
 
 
 def _check_text(name: str, text: str) -> str:
-    """Return the text; raise if it is not valid Unicode."""
+    """Validate and return a text argument; raise if it is not valid Unicode."""
     try:
         # Python decodes invalid bytes on the command line to lone surrogates, which UTF-8 files cannot contain.
         text.encode()

@@ -1,4 +1,4 @@
-"""Function calls in forked child processes, and a thread pool that waits for them."""
+"""Function calls in forked child processes, and a thread pool for making them."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ class _Children:
         self.ended = False
 
     def start(self, child: BaseProcess) -> None:
-        """Start a child; raise CancelledError if the pool has ended."""
+        """Start a child; raise CancelledError if the pool has shut down."""
         if self.ended:
             raise CancelledError
         self.running.add(child)
         child.start()
 
     def end(self, child: BaseProcess) -> None:
-        """Kill a child and wait for it to exit. If it has already exited, its exit status is kept."""
+        """Kill a child and wait for it to exit. If it has already exited, keep its exit status."""
         self.running.discard(child)
         if child.pid is not None:
             child.kill()
             child.join()
 
     def end_all(self) -> None:
-        """Kill all children and prevent new ones. The pool's threads wait for the children to exit."""
+        """Kill all children and prevent new ones from starting. The pool's threads wait for the children to exit."""
         self.ended = True
         for child in self.running:
             child.kill()
@@ -65,9 +65,10 @@ class _Children:
 def call_in_fork(function: Callable[[], T], *, name: str = "the function", timeout_s: float = 600.0) -> T:
     """Call a function in a fork of this process and return its result.
 
-    An exception in the function is raised here unchanged, with the child's traceback as a note (Python 3.11 and newer).
-    A child that does not return within `timeout_s` seconds is killed. On Linux the child is also killed when the
-    calling thread ends. On other systems, if the parent is killed, the child exits when the function returns.
+    An exception in the function is re-raised here unchanged, with the child's traceback as a note (Python 3.11
+    and newer). A child that does not return within `timeout_s` seconds is killed. On Linux, the child is also
+    killed when the calling thread ends. On other systems, if the parent is killed, the child exits when the
+    function returns.
     """
     children: _Children = getattr(_thread, "children", None) or _Children()
     child, receiver = _start(function, children)

@@ -1,7 +1,8 @@
 """Garbage collector control. No other module calls `gc`.
 
-Reference counting frees almost everything. The collector frees objects in reference cycles, which it finds by
-traversing all objects. With torch and diffusers imported, there are millions, and one collection takes 0.1 s or more.
+Reference counting frees almost everything. The collector frees objects in reference cycles, which it finds
+by traversing all objects. With torch and diffusers imported, there are millions of objects, and one
+collection takes 0.1 s or more.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ __all__ = ["gc_paused", "ignore_existing_objects", "release_unreachable"]
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause the collector in a block that creates many objects and frees few, such as imports and compilation.
+    """Pause the collector in a with block that creates many objects and frees few, such as imports or compilation.
 
-    Without this, such a block spends a fifth of its time in collections.
+    Otherwise, such a block spends a fifth of its time on garbage collection.
     """
     was_enabled = gc.isenabled()  # nested blocks must not enable it early
     gc.disable()
@@ -34,10 +35,10 @@ def ignore_existing_objects() -> None:
 
 
 def release_unreachable(*, also_ignored: bool = False) -> None:
-    """Free objects in reference cycles now, and with them the device memory held by their tensors.
+    """Free objects in reference cycles now, along with the device memory held by their tensors.
 
-    Models and their hooks reference each other, so dropping the last reference to a pipeline frees nothing.
-    `also_ignored` includes the objects that `ignore_existing_objects` exempted.
+    Models and their hooks reference each other, so dropping the last reference to a pipeline does not free
+    them. `also_ignored` includes the objects that `ignore_existing_objects` exempted.
     """
     if also_ignored:
         gc.unfreeze()

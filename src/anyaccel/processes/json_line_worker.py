@@ -1,7 +1,8 @@
-"""A child interpreter that answers requests, each one line of JSON.
+"""A child interpreter that answers requests, using one line of JSON per message.
 
-The parent creates a `JsonLineWorker` for a module, and that module uses `connecting_to_parent` in the child. This file
-is also the child's start script. It imports only the standard library, because the module decides what to import first.
+The parent creates a `JsonLineWorker` for a module, and that module uses `connecting_to_parent` in the
+child. This file is also the child's startup script. It imports only the standard library, because the
+module determines what to import first.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _STDERR_BYTES = 65536
 class JsonLineWorker:
     """A child process that runs a module like `python -m` and answers JSON messages in order.
 
-    As a context manager, it kills the process at the end of the block. If the parent is killed, the child exits at its
-    next read or write.
+    As a context manager, it kills the process at the end of the with block. If the parent is killed, the child
+    exits at its next read or write.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class JsonLineWorker:
         return json.loads(line)
 
     def close(self, timeout_s: float = _END_S) -> int:
-        """Wait for the process to exit, kill it after `timeout_s`, and return its exit status."""
+        """Wait for the process to exit, killing it after `timeout_s`, and return its exit status."""
         # Closing its stdin ends the child's iterator over messages.
         for pipe in (self._requests, self._answers):
             with contextlib.suppress(BrokenPipeError):

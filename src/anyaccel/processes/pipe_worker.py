@@ -20,7 +20,7 @@ __all__ = ["ParentPipe", "PipeWorker", "wait_for_messages"]
 class PipeWorker:
     """A spawned process that runs `target(pipe, *arguments)`, where `pipe` is a `ParentPipe`.
 
-    The process exits when `target` returns, when it is killed, or when this process exits.
+    The process exits when `target` returns, when it is killed, or when the parent process exits.
     As a context manager, it starts the process on entry and kills it on exit.
     """
 
@@ -78,7 +78,7 @@ class PipeWorker:
         self.wait()
 
     def _send_all(self) -> None:
-        """Send queued messages in a separate thread, because a child that hangs would block the caller."""
+        """Send queued messages in a separate thread, because an unresponsive child would block the caller."""
         while (pickled := self._outbox.get()) is not None:
             try:
                 self._connection.send_bytes(pickled)
@@ -87,13 +87,13 @@ class PipeWorker:
 
 
 def wait_for_messages(workers: Collection[PipeWorker], timeout_s: float) -> list[PipeWorker]:
-    """Wait for workers that sent a message or exited, and return them; their `receive` does not block."""
+    """Wait until workers have sent a message or exited, and return those whose `receive` will not block."""
     ready = wait([worker._connection for worker in workers], timeout_s)
     return [worker for worker in workers if worker._connection in ready]
 
 
 class ParentPipe:
-    """The child's end of the pipe. The child exits as soon as the parent does."""
+    """The child's end of the pipe. The child exits as soon as the parent exits."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -128,7 +128,7 @@ def _run(connection: Connection, target: Callable[..., None], arguments: tuple[A
 
 @contextmanager
 def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables during the block, so a spawned process has them before its first import."""
+    """Set environment variables within the with block, so a spawned process has them before its first import."""
     before = {name: os.environ[name] for name in changes if name in os.environ}
     os.environ.update(changes)
     try:

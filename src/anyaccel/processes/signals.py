@@ -1,4 +1,4 @@
-"""Signal handlers that apply during a block, and child processes that end with their parent."""
+"""Signal handlers that apply within a with block, and child processes that exit with their parent."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class TerminatedError(BaseException):
 
 @contextmanager
 def handling_signals(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
-    """Handle signals during the block, then restore the previous handlers.
+    """Handle signals within the with block, then restore the previous handlers.
 
-    Signals that the process ignores stay ignored. Outside the main thread, where Python does not allow signal
+    Signals that the process ignores remain ignored. Outside the main thread, where Python does not allow signal
     handlers, this does nothing.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -38,7 +38,7 @@ def handling_signals(handler: Callable[[int, FrameType | None], None], *numbers:
 
 
 def raising_on_sigterm() -> AbstractContextManager[None]:
-    """Raise `TerminatedError` on SIGTERM during the block, so cleanup runs as after Ctrl-C."""
+    """Raise `TerminatedError` on SIGTERM within the with block, so cleanup runs as it does after Ctrl-C."""
     return handling_signals(_raise_terminated, signal.SIGTERM)
 
 

@@ -46,7 +46,7 @@ def make_recipe(
     call: Callable[[], dict[str, Any]],
     finish: Callable[[Any], None] | None = None,
 ) -> Recipe:
-    """Return a recipe for a pipeline class; `parts` returns its components and other constructor arguments."""
+    """Return a recipe for a pipeline class; `parts` returns the components and other constructor arguments."""
     make = functools.partial(assemble, pipeline, parts, finish)
     return Recipe(name=name, pipeline=pipeline, family=family, make=make, call=call)
 
@@ -54,7 +54,7 @@ def make_recipe(
 def assemble(
     pipeline: str, parts: Callable[[], dict[str, Any]], finish: Callable[[Any], None] | None = None
 ) -> DiffusionPipeline:
-    """Build a pipeline from its components, apply `finish` (for example to load an adapter) and randomize the weights.
+    """Build a pipeline from its components, apply `finish` (for example to load an adapter) and randomize weights.
 
     Seeds are fixed, and the global random state is restored.
     """

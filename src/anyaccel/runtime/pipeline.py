@@ -103,7 +103,7 @@ class Portable(VendorAliases):
         return placement.progress.begin(make_bar, *args, **kwargs)
 
     def enable_attention_slicing(self, slice_size: str | int | None = "auto") -> None:
-        """Compute attention for only some heads at a time in every model: half of them for `"auto"`, one for `"max"`."""
+        """Compute attention for some heads at a time in every model: half of them for `"auto"`, one for `"max"`."""
         replan(self, _placement_of(self), {"attention_slicing": slice_size})
 
     def disable_attention_slicing(self) -> None:

@@ -34,10 +34,11 @@ def atomic_write(path: Path, content: bytes | str, *, overwrite: bool = True, mo
 
 @contextmanager
 def atomic_writer(path: Path, *, overwrite: bool = True, mode: int = 0o666) -> Iterator[IO[bytes]]:
-    """Open a temporary file that is renamed to `path` at the end of the block, or removed if the block raises.
+    """Open a temporary file that is renamed to `path` at the end of the with block, or removed on an exception.
 
-    A new file receives `mode` minus the umask; a replaced file keeps its permissions. With `overwrite=False`, raise
-    FileExistsError if the file exists at the end of the block: two processes never overwrite each other's files.
+    A new file is created with `mode`, subject to the umask; a replaced file keeps its permissions. With
+    `overwrite=False`, raise FileExistsError if the file exists at the end of the block, so two processes never
+    overwrite each other's files.
     """
     _remove_stale_files(path.parent, int(time.time() // _DAY_S))
     temporary = path.with_name(f".anyaccel-{secrets.token_hex(8)}.tmp")
@@ -61,7 +62,7 @@ def atomic_writer(path: Path, *, overwrite: bool = True, mode: int = 0o666) -> I
 
 
 def is_temporary_file(path: Path) -> bool:
-    """Return whether a path is a temporary file from `atomic_write`."""
+    """Return whether a path is a temporary file created by `atomic_write`."""
     return _TEMPORARY_NAME.fullmatch(path.name) is not None
 
 
@@ -79,7 +80,7 @@ def remove_temporary_files(directory: Path, *, older_than_s: float = _DAY_S) -> 
 
 @functools.lru_cache(maxsize=256)
 def _remove_stale_files(directory: Path, day: int) -> None:
-    """Remove stale temporary files, at most once per directory and day, because listing a large directory is slow."""
+    """Remove stale temporary files, at most once per directory per day, because listing a large directory is slow."""
     remove_temporary_files(directory)
 
 
@@ -108,7 +109,7 @@ def _rename_to_free_name(temporary: Path, path: Path) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Flush a rename to disk; ignore systems that do not support it, because the file is complete without it."""
+    """Flush a rename to disk; ignore errors on systems without support, because the file is already complete."""
     with suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)
         try:

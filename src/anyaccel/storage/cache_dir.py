@@ -1,4 +1,4 @@
-"""The cache directory, and the measurements from this machine that it stores."""
+"""The cache directory and the measurements stored in it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def find_write_error(folder: Path) -> str:
 
 
 def warn_not_cached(fault: str) -> None:
-    """Warn, once per cache directory, that compiled code is not cached."""
+    """Warn, once per cache directory, that compiled code cannot be cached."""
     folder = find_cache_folder()
     if folder not in _WARNED:
         _WARNED.add(folder)

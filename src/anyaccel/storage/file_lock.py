@@ -18,7 +18,7 @@ LOCKS_ARE_SUPPORTED = sys.platform != "win32"
 
 
 def try_lock_file(path: Path) -> IO[bytes] | None:
-    """Lock a file until the returned handle is closed; return None if it is already locked.
+    """Lock a file until the returned handle is closed, or return None if it is already locked.
 
     The file is created if necessary.
     """

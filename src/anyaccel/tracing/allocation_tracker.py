@@ -94,7 +94,7 @@ class AllocationTracker(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop counting allocations while the block runs."""
+        """Pause counting allocations within the with block."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -102,13 +102,13 @@ class AllocationTracker(TorchDispatchMode):
             self._paused = before
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """Exclude a tensor that only represents one that is already counted."""
+        """Exclude a tensor that represents another tensor that is already counted."""
         storage = tensor.untyped_storage()
         key = read_address(storage)
         self._alive[key] = (weakref.ref(storage, lambda _: self._drop(key)), 0)
 
     def measure_peak(self, run: Callable[[], Any]) -> tuple[Any, int]:
-        """Call a function; return its result and its peak memory above the current use."""
+        """Call a function; return its result and its peak memory above the current memory use."""
         before, self.peak = self.peak, self.used
         start = self.used
         result = run()
@@ -128,7 +128,7 @@ class AllocationTracker(TorchDispatchMode):
 
 
 class _AttentionMode(TorchFunctionMode):
-    """Mode that counts attention as one kernel of the device; on `meta`, torch decomposes it into matrix products."""
+    """Mode that counts attention as the device's kernel; on `meta`, torch decomposes it into matrix products."""
 
     def __init__(self, tracker: AllocationTracker, rule: AttentionRule) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def _is_large(tensor: Any) -> bool:
 
 
 def _return_zeros(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Return zeros with the result's shape instead of computing on millions of zeros."""
+    """Return zeros with the result's shape instead of running the operation on millions of zeros."""
     meta_args = [value.to("meta") if isinstance(value, torch.Tensor) and value.dim() else value for value in args]
     result = func(*meta_args, **kwargs)
     return torch.zeros(result.shape, dtype=result.dtype)
@@ -243,7 +243,7 @@ def _convolve(*args: Any) -> torch.Tensor:
 
 
 def _return_one(tensor: torch.Tensor) -> Any:
-    """Return a Python 1 that matches the tensor's dtype, for a value that was never computed."""
+    """Return the Python value 1 in a type that matches the tensor's dtype, for a value that was never computed."""
     return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 

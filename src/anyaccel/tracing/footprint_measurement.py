@@ -116,7 +116,7 @@ def set_vae_tiling(pipe: Any, on: bool) -> None:
 
 
 def supports_streaming(model: torch.nn.Module) -> bool:
-    """Return whether each weight of a model is read only in its own layer's forward."""
+    """Return whether each of a model's weights is read only in its own layer's forward method."""
     computed = (_COMPUTED.isdisjoint(read_parameter_table(layer)) for layer in model.modules())
     return supports_group_offloading(model) and all(computed)
 
@@ -146,5 +146,5 @@ def _find_largest_layer(model: torch.nn.Module, sum_bytes: Callable[[Any], int])
 
 
 def _find_next_layer(model: torch.nn.Module, sum_bytes: Callable[[Any], int]) -> int:
-    """Return the largest number of bytes that are prefetched: the parameters of the largest module."""
+    """Return the maximum number of prefetched bytes: the parameters of the largest module."""
     return max(sum_bytes(module.parameters(recurse=False)) for module in model.modules())

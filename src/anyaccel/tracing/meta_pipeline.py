@@ -31,8 +31,8 @@ def build_pipeline(
 ) -> FullSizePipeline:
     """Build the pipeline in a folder with full-size, untrained models on a device (`meta` needs no memory).
 
-    Tokenizers and processors come from the recipe: they have no weights, and produce the same lengths as the real ones.
-    `finish(name, model)` is called for each model and returns the model to use.
+    Tokenizers and processors come from the recipe: they have no weights and produce outputs with the same lengths
+    as the real ones. `finish(name, model)` is called for each model and returns the model to use.
     """
     import diffusers
 
@@ -146,7 +146,7 @@ def _find_class(component: Component) -> Any:
 
 
 def _extend_tokenizers(components: dict[str, Any]) -> None:
-    """Raise each tokenizer's maximum length to at least 77, but not above its text encoder's number of positions."""
+    """Raise each tokenizer's maximum length to at least 77, but not above its text encoder's position count."""
     for name, tokenizer in components.items():
         if not name.startswith("tokenizer"):
             continue

@@ -51,9 +51,10 @@ class ModelFolder:
     """Settings of the pipeline itself, such as `force_zeros_for_empty_prompt`."""
 
     def missing_bytes(self, models: Iterable[str]) -> int | None:
-        """Return the size of these models' weight files that are not downloaded yet, or None if it is unknown.
+        """Return the total size of these models' weight files that are not downloaded yet, or None if unknown.
 
-        If a model has weights in several dtypes, only files without a variant suffix count: diffusers loads those.
+        If a model has weights in several dtypes, only the files without a variant suffix count, because diffusers
+        loads those.
         """
         listed = self.path / _WEIGHTS
         if listed.is_file():  # a description of a published model, without its weights
@@ -66,7 +67,7 @@ class ModelFolder:
 
 
 def read_model_folder(path: Path) -> ModelFolder:
-    """Read the JSON files of a pipeline's folder; weight files are not opened."""
+    """Read the JSON files in a pipeline's folder; weight files are not opened."""
     index = read_json(path / _INDEX)
     if not isinstance(index.get("_class_name"), str):
         raise ModelError(
@@ -131,7 +132,7 @@ def _read_component(path: Path, name: str, library: Any, kind: Any) -> Component
 
 
 def _missing_bytes(folder: Path) -> int | None:
-    """Return 0 if the weights are present, else their total size from the weight index; None if it is unknown."""
+    """Return 0 if the weights are present, or else their total size from the weight index (None if unknown)."""
     if any(folder.glob("*.safetensors")):
         return 0
     # Sharded weights have an index with their total size; a single file has none.

@@ -29,7 +29,7 @@ class ModelCallRecord:
 
 
 class PipelineTrace:
-    """Tracer that runs a pipeline of meta models and records their memory."""
+    """Tracer that runs a pipeline of meta models and records the memory use of their calls."""
 
     def __init__(self) -> None:
         self.model_calls: list[ModelCallRecord] = []
@@ -61,7 +61,7 @@ class PipelineTrace:
         attention: AttentionRule = UNCHANGED_ATTENTION,
         setting: Hashable = None,
     ) -> None:
-        """Call the pipeline once. `setting` identifies options that affect the models, and is part of the cache key."""
+        """Call the pipeline once. `setting` identifies options that affect the models; it is part of the cache key."""
         if not self._weights:
             models = [model for model in pipe.components.values() if isinstance(model, torch.nn.Module)]
             self._weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
@@ -99,7 +99,7 @@ class PipelineTrace:
             self._outputs[name] = tensor
 
     def run_submodule(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
-        """Run one call of a repeated submodule (such as a decoder, once per tile), or use the cached result."""
+        """Run one call of a repeated submodule (such as a decoder, called once per tile), or use the cached result."""
         # Video autoencoders pass a list that each call updates for the next one: never cached.
         if any(isinstance(value, list | dict) and value for value in (*args, *kwargs.values())):
             return call(*args, **kwargs)

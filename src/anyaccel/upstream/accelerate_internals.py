@@ -12,7 +12,7 @@ HOOK_ATTRIBUTES = ("_hf_hook", "_old_forward")
 
 
 def find_hook(module: Any) -> Any:
-    """Return the `ModelHook` of a module, or None (hooks.py, `add_hook_to_module`)."""
+    """Return a module's `ModelHook`, or None (hooks.py, `add_hook_to_module`)."""
     return getattr(module, "_hf_hook", None)
 
 

@@ -69,7 +69,7 @@ def has_hook(attributes: Mapping[str, Any]) -> bool:
 
 
 def is_argument_error(error: BaseException) -> bool:
-    """Return whether a pipeline's own `check_inputs` raised the error (every pipelines/*/pipeline_*.py)."""
+    """Return whether the error was raised by a pipeline's own `check_inputs` (every pipelines/*/pipeline_*.py)."""
     # Pipelines raise a plain ValueError or TypeError, so only the name of the raising function identifies it.
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
@@ -80,8 +80,8 @@ def is_argument_error(error: BaseException) -> bool:
 def find_denoising_step(frame: FrameType) -> int | None:
     """Return the index of the current denoising step in a `__call__` frame, or None outside the denoising loop.
 
-    Every pipeline has a loop `for i, t in enumerate(timesteps)` (pipelines/*/pipeline_*.py). In loops over `t` without
-    an index `i`, the step is 0.
+    Every pipeline has a `for i, t in enumerate(timesteps)` loop (pipelines/*/pipeline_*.py). In loops over `t`
+    without an index `i`, the step is 0.
     """
     if frame.f_locals.get("self") is None or "t" not in frame.f_locals:
         return None
@@ -94,7 +94,7 @@ def find_denoising_step(frame: FrameType) -> int | None:
 
 @lru_cache(maxsize=1024)
 def _find_loops(code: CodeType) -> tuple[tuple[int, int], ...]:
-    """Return the first and last line of each loop over `t`; empty if the source is not available."""
+    """Return the first and last lines of each loop over `t`, or nothing if the source is not available."""
     try:
         lines, start = inspect.getsourcelines(code)
         tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -109,7 +109,7 @@ def _read_names(target: ast.expr) -> set[str]:
 
 
 def read_float32_modules(model: Any) -> tuple[str, ...]:
-    """Return the names of modules that stay in float32 (models/modeling_utils.py, `_keep_in_fp32_modules`)."""
+    """Return the names of modules that are kept in float32 (models/modeling_utils.py, `_keep_in_fp32_modules`)."""
     return tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
 
 
@@ -137,7 +137,7 @@ def make_tensor_parallel_config(ranks: int, mesh: Any) -> Any:
 
 @contextmanager
 def use_mesh(model: Any, mesh: Any, device: Any) -> Iterator[None]:
-    """Make `enable_parallelism` use this mesh and device during the block (models/modeling_utils.py)."""
+    """Make `enable_parallelism` use this mesh and device within the with block (models/modeling_utils.py)."""
     import torch
 
     # `_resolve_parallel_config` derives both from torch's accelerator and divides by its device count, which is zero on
@@ -199,7 +199,7 @@ def supports_group_offloading(model: Any) -> bool:
 
 
 def read_step_count(pipe: Any) -> int | None:
-    """Return the number of steps in the running call, if the pipeline stores it (pipelines/*/, `_num_timesteps`)."""
+    """Return the number of steps in the current call, if the pipeline stores it (pipelines/*/, `_num_timesteps`)."""
     count = getattr(pipe, "_num_timesteps", None)
     return count if isinstance(count, int) else None
 
@@ -211,7 +211,7 @@ def read_progress_bar_config(pipe: Any) -> dict[str, Any]:
 
 @contextmanager
 def use_progress_bars(make_bar: Callable[..., Any]) -> Iterator[None]:
-    """Create the progress bars of `from_pretrained` with `make_bar` during the block (utils/logging.py, `tqdm`)."""
+    """Create `from_pretrained` progress bars with `make_bar` within the with block (utils/logging.py, `tqdm`)."""
     logging: Any = importlib.import_module("diffusers.utils.logging")
     before, logging.tqdm = logging.tqdm, make_bar
     try:
@@ -232,13 +232,16 @@ def read_alpha_sigma(scheduler: Any, sigma: float) -> tuple[float, float] | None
 
 
 def unpack_latents(pipe: Any, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Unpack latents to (batch, channels, height, width); return others unchanged (pipelines/flux/pipeline_flux.py)."""
+    """Return packed latents as (batch, channels, height, width), others unchanged.
+
+    See pipelines/flux/pipeline_flux.py.
+    """
     unpack: Callable[..., torch.Tensor] | None = getattr(pipe, "_unpack_latents", None)
     return latents if unpack is None else unpack(latents, height, width, pipe.vae_scale_factor)
 
 
 def find_renamed_class(config: Mapping[str, Any], model_class: type) -> type:
-    """Return the current class for a config that names a renamed one (models/model_loading_utils.py)."""
+    """Return the current class for a config that uses an old class name (models/model_loading_utils.py)."""
     loading: Any = importlib.import_module("diffusers.models.model_loading_utils")
     renamed: type = loading._fetch_remapped_cls_from_config(config, model_class)
     return renamed

@@ -147,18 +147,18 @@ def is_compiled(module: Any) -> bool:
 
 
 def is_compiler_error(error: BaseException) -> bool:
-    """Return whether Dynamo or Inductor raised the error, based on the module that defines its class."""
+    """Return whether Dynamo or Inductor raised the error, based on the module that defines the error class."""
     return type(error).__module__.startswith(("torch._inductor", "torch._dynamo"))
 
 
 def read_compile_times_s() -> dict[str, list[float]]:
-    """Return the seconds spent in each compiler phase in this process (_dynamo/utils.py)."""
+    """Return the seconds spent in each compiler phase by this process (_dynamo/utils.py)."""
     # Not imported: importing Dynamo takes seconds, and if nothing has imported it yet, nothing was compiled.
     return dict(getattr(sys.modules.get("torch._dynamo.utils"), "compilation_time_metrics", {}))
 
 
 def scaled_mm(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Multiply float8 matrices with scales (`torch._scaled_mm`; there is no public function)."""
+    """Multiply scaled float8 matrices (`torch._scaled_mm`; there is no public function)."""
     return torch._scaled_mm(*args, **kwargs)
 
 
@@ -180,7 +180,7 @@ def allow_half_precision_attention() -> None:
 
 
 def find_property(name: str) -> Any:
-    """Return a tensor property's getter, as function modes receive it (`torch._C.TensorBase`, _tensor.py)."""
+    """Return the getter of a tensor property, as passed to function modes (`torch._C.TensorBase`, _tensor.py)."""
     descriptor = getattr(torch._C.TensorBase, name, None) or vars(torch.Tensor).get(name)
     return getattr(descriptor, "__get__", None)
 
@@ -196,7 +196,7 @@ def find_default_device() -> torch.device | None:
 
 
 def refresh_factories() -> None:
-    """Rebuild torch's cached set of functions with a `device` argument (utils/_device.py)."""
+    """Rebuild torch's cached set of functions that accept a `device` argument (utils/_device.py)."""
     # transformers replaces `torch.linspace` while it loads a model, and the set may contain that replacement.
     _device_constructors.cache_clear()
     _device_constructors()
@@ -206,7 +206,7 @@ def refresh_factories() -> None:
 
 
 def read_version(tensor: torch.Tensor) -> int:
-    """Return the counter of in-place writes to a tensor; fails for inference tensors (_C/__init__.pyi)."""
+    """Return a tensor's version counter; raise for inference tensors (_C/__init__.pyi)."""
     return tensor._version
 
 
@@ -231,14 +231,17 @@ def read_child_table(module: torch.nn.Module) -> dict[str, torch.nn.Module | Non
 
 
 def read_hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return a module's dicts of forward hooks and pre-hooks, which torch modifies in place (nn/modules/module.py)."""
+    """Return a module's dicts of forward hooks and pre-hooks, which torch modifies in place.
+
+    See nn/modules/module.py.
+    """
     return module._forward_hooks, module._forward_pre_hooks
 
 
 def list_computed_weights(module: torch.nn.Module) -> list[str]:
-    """Return the names of weights that `weight_norm` and `spectral_norm` compute before each forward.
+    """Return the names of weights that `weight_norm` and `spectral_norm` recompute before each forward.
 
-    These attributes are set by a hook of class `WeightNorm` or `SpectralNorm` (nn/utils/weight_norm.py,
+    These attributes are set by a `WeightNorm` or `SpectralNorm` hook (nn/utils/weight_norm.py,
     nn/utils/spectral_norm.py).
     """
     hooks: list[Any] = [hook for hook in module._forward_pre_hooks.values() if type(hook).__name__ in _COMPUTING_HOOKS]
@@ -246,12 +249,12 @@ def list_computed_weights(module: torch.nn.Module) -> list[str]:
 
 
 def read_schema(func: Any) -> Any:
-    """Return the schema of an operation (_ops.py, `OpOverload`)."""
+    """Return an operator's schema (_ops.py, `OpOverload`)."""
     return func._schema
 
 
 def can_decompose(func: Any) -> bool:
-    """Return whether `func.decompose` supports an operation (_ops.py, `OpOverload._can_decompose`)."""
+    """Return whether `func.decompose` supports an operator (_ops.py, `OpOverload._can_decompose`)."""
     return bool(func._can_decompose())
 
 
@@ -317,12 +320,15 @@ def remove_compiled_call(module: Any) -> Any:
 
 
 def restore_compiled_call(layer: Any, compiled: Any) -> None:
-    """Undo `remove_compiled_call`."""
+    """Restore the compiled call that `remove_compiled_call` returned."""
     layer._compiled_call_impl = compiled
 
 
 def pause_gc_after_compile() -> AbstractContextManager[Any]:
-    """Disable garbage collection by Dynamo after each graph during the block (_dynamo/config.py, since torch 2.8)."""
+    """Disable Dynamo's garbage collection after each graph within the with block.
+
+    See _dynamo/config.py (since torch 2.8).
+    """
     config: Any = importlib.import_module("torch._dynamo.config")
     return config.patch(run_gc_after_compile=False) if hasattr(config, "run_gc_after_compile") else nullcontext()
 
@@ -351,7 +357,10 @@ def find_inductor_cache() -> str:
 
 
 def read_global_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the dicts of global forward hooks and pre-hooks, which torch modifies in place (nn/modules/module.py)."""
+    """Return the dicts of global forward hooks and pre-hooks, which torch modifies in place.
+
+    See nn/modules/module.py.
+    """
     from torch.nn.modules import module
 
     return module._global_forward_hooks, module._global_forward_pre_hooks
@@ -376,12 +385,12 @@ def skip_in_graphs(package: str) -> None:
 
 
 def read_private_use_name() -> str:
-    """Return the name of the `PrivateUse1` backend, or "privateuseone" if none was registered."""
+    """Return the name of the `PrivateUse1` backend, or "privateuseone" if it has not been renamed."""
     return str(torch._C._get_privateuse1_backend_name())
 
 
 def claim_private_use(name: str, module: Any) -> None:
-    """Rename `PrivateUse1` and register a device module written in Python (utils/backend_registration.py)."""
+    """Rename the `PrivateUse1` backend and register a Python device module (utils/backend_registration.py)."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend(rename=name, backend_module=module)
@@ -393,13 +402,13 @@ def register_device_module(name: str, module: Any) -> None:
 
 
 def read_device_type(name: str) -> Any:
-    """Return torch's `DeviceType` by name, or None (csrc/autograd/init.cpp)."""
+    """Return the torch `DeviceType` with this name, or None (csrc/autograd/init.cpp)."""
     device_types: Any = torch._C._autograd.DeviceType
     return getattr(device_types, name, None)
 
 
 def make_guard(device_type: Any) -> Any:
-    """Register and return a device guard written in Python for `PrivateUse1` (csrc/acc/Module.cpp)."""
+    """Register and return a Python device guard for `PrivateUse1` (csrc/acc/Module.cpp)."""
 
     class Guard(torch._C._acc.DeviceGuard):
         def type_(self) -> Any:
@@ -411,7 +420,7 @@ def make_guard(device_type: Any) -> Any:
 
 
 def find_guard_table(length: int) -> Any:
-    """Return libc10's table of device guards, which C++ indexes by device type (c10/core/impl)."""
+    """Return libc10's device guard registry, which is indexed by device type (c10/core/impl)."""
     library = Path(torch.__file__).parent / "lib" / "libc10.so"
     try:
         return (ctypes.c_void_p * length).in_dll(ctypes.CDLL(str(library)), _GUARD_TABLE)
@@ -423,7 +432,7 @@ def find_guard_table(length: int) -> Any:
 
 
 def is_decomposed(func: Any) -> bool:
-    """Return whether torch decomposes an operation before it is dispatched to a device."""
+    """Return whether torch decomposes an operator before dispatching it to a device."""
     name = func.name()
     # TorchScript has overloads that the dispatcher does not know, and looking up their kernels raises.
     return name in _list_operations() and bool(
@@ -437,7 +446,7 @@ def _list_operations() -> frozenset[str]:
 
 
 def has_fallback(key: str) -> bool:
-    """Return whether a dispatch key has a fallback (csrc/utils/python_dispatch.cpp)."""
+    """Return whether a fallback is registered for a dispatch key (csrc/utils/python_dispatch.cpp)."""
     return bool(torch._C._dispatch_has_backend_fallback(getattr(torch._C.DispatchKey, key)))
 
 

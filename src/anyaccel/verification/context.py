@@ -34,7 +34,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class ProbeContext:
-    """Device to probe, and its sheet for the detected product and versions, without earlier probe results."""
+    """Device to probe, with its sheet for the detected product and versions but without earlier probe results."""
 
     sheet: Sheet
     driver: Driver
@@ -68,7 +68,7 @@ class ProbeContext:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error as one line, without local folder names, because evidence files are published."""
+    """Return an error as one line, without local folder names, because the evidence files are published."""
     return _FOLDERS.sub("", summarize_error(error))[:300]
 
 

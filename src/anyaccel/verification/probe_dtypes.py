@@ -26,7 +26,7 @@ _MAX_SECONDS = 0.5
 
 
 def probe_dtype_claim(context: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
-    """Store, add and multiply values in a dtype and, if the sheet lists it as slow, time it."""
+    """Store, add and multiply values in a dtype, and measure its speed if the sheet lists it as slow."""
     dtype = name.removeprefix("dtypes.")
     if dtype.startswith("float8"):
         return _probe_float8(context, dtype, claim)

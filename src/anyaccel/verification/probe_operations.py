@@ -1,4 +1,4 @@
-"""Probes for single operations, sizes and quirks: each one calls the operation that its limit describes."""
+"""Probes for single operations, sizes and quirks. Each probe calls the operation that its limit describes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TOLERANCE = 2e-2
 
 
 def probe_operations(context: ProbeContext, name: str, limit: OperationLimit) -> Observation:
-    """Call every operation in a limit with every dtype that it names. Differing results are reported as `mixed`."""
+    """Call every operation in a limit with every dtype the limit names. Differing results are reported as `mixed`."""
     calls = _LARGE_CALLS if limit.past_elements is not None else _CALLS
     unknown = [operation for operation in limit.operations if operation not in calls]
     if unknown:
@@ -147,7 +147,7 @@ _CALLS: dict[str, Callable[[torch.device, torch.dtype], torch.Tensor]] = {
 
 
 def _call_large(context: ProbeContext, limit: OperationLimit) -> Observation:
-    """Run operations in float16 just past the limit's size, and compare corners with results for small inputs."""
+    """Run operations in float16 just above the limit's size, and compare corners with results for small inputs."""
     elements = limit.past_elements or 0
     # Two bytes per element; the factor covers the input, the result and the workspace of the kernel.
     needed, spare = 5 * elements * 2, context.spare_bytes()
@@ -228,7 +228,7 @@ _LARGE_CALLS: dict[str, Callable[[torch.device, int], float]] = {
 
 
 def probe_size(context: ProbeContext, name: str, claim: SizeLimit | Yes | Unknown) -> Observation:
-    """Create a tensor, or call attention, just past the size limit."""
+    """Create a tensor or call attention just above the size limit."""
     if not isinstance(claim, SizeLimit):
         return Observation("", "the sheet names no size limit")
     scores = claim.of == "attention_scores"

@@ -1,4 +1,4 @@
-"""Probe for a tiny pipeline: it is placed on a device and its image compared with the CPU image."""
+"""Probe for a tiny pipeline, which is placed on a device and its image compared with the CPU image."""
 
 from __future__ import annotations
 

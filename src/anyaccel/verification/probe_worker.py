@@ -1,6 +1,7 @@
 """Worker process that probes a device. A crash or an unresponsive driver affects only one finding.
 
-The worker is a new process, because an initialized driver does not survive a fork. Requests and answers are JSON lines.
+The worker is a new process rather than a fork, because an initialized driver does not survive a fork. Requests
+and responses are JSON lines.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ _PACKAGES = ("torch", "diffusers", "transformers", "accelerate")
 
 
 class ProbeWorkerDiedError(AnyaccelError):
-    """Error for a worker process that ended before it answered."""
+    """Error raised when a worker process ended before it responded."""
 
 
 class ProbeWorkerKilledError(ProbeWorkerDiedError):
-    """Error for a worker process killed for memory use or a timeout, which is not a property of the device."""
+    """Error raised when a worker process is killed (out of memory or timeout). This is not a device property."""
 
 
 @dataclass
 class ProbeWorker:
-    """Handle to a worker process for one device. The process starts on the first request and restarts after a crash.
+    """Handle to a worker process for one device. It starts on the first request and restarts after a crash.
 
-    Use it as a context manager: the process ends when the block exits.
+    Use it as a context manager: the process ends when the with block exits.
     """
 
     device: str
@@ -136,7 +137,7 @@ def _is_broken(context: ProbeContext) -> bool:
 
 
 def main() -> None:
-    """Answer requests from the parent process."""
+    """Respond to requests from the parent process."""
     with connecting_to_parent() as (tasks, answer):
         device, quick = sys.argv[1:]
         configure_process(os.cpu_count() or 1)

@@ -1,7 +1,8 @@
 """Probes for the claims on a device sheet.
 
-Each probe returns an `Observation`. A device error counts as one, and a probe that does not fit in memory is skipped.
-A virtual device is probed only for the limits it enforces; limits that it only records are read from its ledger.
+Each probe returns an `Observation`. A device error counts as an observation, and a probe that does not fit in
+memory is skipped. A virtual device is probed only for the limits it enforces; limits that it only records are
+read from its ledger.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _find_skip_reason(context: ProbeContext, name: str, claim: Claim | Unknown) 
 
 
 def _run_probe(context: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
-    """Run the probe and return its observation; a device error counts as one."""
+    """Run the probe and return its observation; a device error counts as an observation."""
     import torch
 
     if context.accelerator is not None:

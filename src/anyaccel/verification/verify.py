@@ -63,8 +63,9 @@ def verify(
 ) -> Verification:
     """Verify a device's sheet on the device itself: `verify("cuda")`, `verify("virtual:mps")`.
 
-    `pipelines` is `few`, `all` or recipe names; `jobs` processes run them concurrently. Progress messages go to
-    `on_message`. Probes run in separate processes, and a crash in one is reported as a finding.
+    `pipelines` is `few`, `all` or a sequence of recipe names; `jobs` processes run them concurrently. Progress
+    messages are passed to `on_message`. Probes run in separate processes, and a crash in one of them is reported as
+    a finding.
     """
     names = _choose_recipes(pipelines)
     if jobs is not None and jobs < 1:
@@ -112,7 +113,7 @@ def _probe_claims(worker: ProbeWorker, sheet: Sheet, on_message: OnMessage) -> t
 def _probe_pipelines(
     workers: list[ProbeWorker], names: list[str], threads: int, on_message: OnMessage
 ) -> tuple[PipelineFinding, ...]:
-    """Distribute the pipelines over the worker processes, and return the findings in the order of `names`."""
+    """Distribute the pipelines across the worker processes, and return the findings in the order of `names`."""
     # A list iterator is safe to share between threads: `next` holds the GIL.
     queue, stopped = iter(names), threading.Event()
     findings: dict[str, PipelineFinding] = {}

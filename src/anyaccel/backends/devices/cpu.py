@@ -157,7 +157,7 @@ _CGROUPS = (
 
 
 class CpuDriver(Driver):
-    """CPU driver: no caching allocator and no streams; memory figures come from the operating system."""
+    """CPU driver without a caching allocator or streams; memory figures come from the operating system."""
 
     def count(self) -> int:
         return 1

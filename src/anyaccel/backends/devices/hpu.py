@@ -327,7 +327,7 @@ SHEET = Sheet(
 
 
 class HpuDriver(Driver):
-    """Gaudi driver: a process uses one device, and `synchronize` accepts no index."""
+    """Gaudi driver: each process uses one device, and `synchronize` does not accept an index."""
 
     def synchronize(self, index: int) -> None:
         self.module().synchronize()

@@ -396,7 +396,7 @@ SHEET = Sheet(
 
 
 class MpsDriver(Driver):
-    """MPS driver: a single device; the memory functions in `torch.mps` have different names."""
+    """MPS driver for a single device; the memory functions in `torch.mps` have different names."""
 
     def synchronize(self, index: int) -> None:
         self.module().synchronize()

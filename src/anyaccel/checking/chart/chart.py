@@ -34,7 +34,7 @@ class CodeLine:
 
 @dataclass(frozen=True)
 class LimitFinding:
-    """Line of code that hits a limit, with the hit count and the first denoising step (None: outside the loop)."""
+    """Line of code that hits a limit, with the hit count and the first denoising step (None if outside the loop)."""
 
     limit: str
     effect: str
@@ -78,13 +78,13 @@ class ChartRow:
     cells: tuple[ChartCell, ...]
 
     def cell(self, device: str) -> ChartCell:
-        """Return the cell for one device."""
+        """Return the cell for the given device."""
         return next(cell for cell in self.cells if cell.device == device)
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Chart rows, with the date, versions and machine that they were computed with."""
+    """Chart rows, with the date, the software versions and the machine used to compute them."""
 
     devices: tuple[str, ...]
     rows: tuple[ChartRow, ...]
@@ -116,7 +116,7 @@ def make_chart(
 ) -> Generator[ChartRow, None, None]:
     """Run every recipe on every virtual device in both modes, and yield each row when it is complete.
 
-    Closing the generator, or an error in it, ends the worker processes.
+    The worker processes end when the generator is closed or raises an error.
     """
     _import_pipelines(recipes)
     groups = list(_group(recipes))
@@ -166,7 +166,7 @@ def _run_group(recipes: Sequence[Recipe], devices: Sequence[str]) -> list[ChartR
 
 
 def _run_guarded(device: str, recipes: Sequence[Recipe], expected: dict[str, Any]) -> list[ChartCell]:
-    """Return the cells for recipes that share a process. If it dies, run each recipe in a process of its own."""
+    """Return the cells for recipes that share a process. If the process dies, run each recipe in its own process."""
     try:
         reports = run_on_device(device, recipes, expected, (_PLAIN, _PLACED))
     except CancelledError:  # the chart was interrupted
@@ -193,7 +193,7 @@ def _make_attempt(report: DeviceReport) -> Attempt:
 
 
 def _merge_lines(violations: Sequence[Violation]) -> Iterator[LimitFinding]:
-    """Yield one finding per line of code and limit, with the total count over all operations."""
+    """Yield one finding per line of code and limit, with the total count across all operations."""
     by_line: dict[tuple[str, str, CodeLine], list[Violation]] = {}
     for violation in violations:
         site = CodeLine(_package_path(violation.file), violation.line, violation.code)

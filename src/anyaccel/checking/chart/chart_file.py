@@ -38,7 +38,7 @@ def as_document(chart: Chart, verifications: Iterable[Verification] = ()) -> dic
 
 
 def write_chart(chart: Chart, path: Path) -> None:
-    """Write a chart atomically: a concurrent reader sees either the old or the new file."""
+    """Write a chart atomically, so that concurrent readers see either the old or the new file."""
     atomic_write(path, json.dumps(as_document(chart), separators=(",", ":")) + "\n")
 
 

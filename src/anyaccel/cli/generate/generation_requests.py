@@ -43,7 +43,7 @@ def make_tasks(options: Options, prompts: Sequence[str], originals: Sequence[Ima
 
 
 def _regenerate(options: Options, original: ImageMetadata) -> GenerateTask:
-    """Return the task that regenerates an image, on the original kind of device if it is available."""
+    """Return the task that regenerates an image, on the original device type if it is available."""
     recorded = original.arguments()
     kind = recorded["device"]
     overrides: dict[str, Any] = {"device": options.device or (kind if _is_usable(kind) else "auto")}
@@ -66,7 +66,7 @@ def _regenerate(options: Options, original: ImageMetadata) -> GenerateTask:
 
 
 def _is_usable(kind: str) -> bool:
-    """Return whether this process can use a device of this kind."""
+    """Return whether this process can use a device of this type."""
     try:
         spec = read_device(kind)
         device = find_device(spec)

@@ -110,14 +110,14 @@ class Options:
         return read_destination(self.output, images=images, sheet=self.grid, force=self.force)
 
     def read_metadata(self) -> tuple[ImageMetadata, ...]:
-        """Return the metadata in the `--from` image: one per image on a contact sheet, empty without `--from`."""
+        """Return the metadata from the `--from` image: one item per image on a contact sheet, none without `--from`."""
         from anyaccel.generation.image_format import read_metadata
 
         return () if self.source is None else read_metadata(self.source)
 
 
 def read_prompts_file(name: str) -> list[str]:
-    """Return the prompts in a file, one per line; `-` reads stdin. Blank lines and # comments are skipped."""
+    """Return the prompts from a file, one per line; `-` reads stdin. Blank lines and # comments are skipped."""
     try:
         content = sys.stdin.buffer.read() if name == STDOUT else Path(name).expanduser().read_bytes()
         text = content.decode("utf-8-sig")  # some Windows editors write a byte order mark

@@ -211,7 +211,7 @@ class GenerateRun(ProgressListener):
             _print_result(f"{self.sheet_path}  {len(metadata)} images")
 
     def _save(self, destination: Destination, path: Path, content: bytes) -> Path:
-        """Write a file and return its path; if the name is taken by now, use a free one and record the conflict."""
+        """Write a file and return its path; if the file already exists, use a free name and record the conflict."""
         from anyaccel.generation.output_files import write_unique
 
         try:

@@ -1,7 +1,7 @@
-"""Config files for well-known models, one folder per hub id, so the models can be explained offline.
+"""Config files for well-known models, one folder per Hub ID, so that the models can be explained offline.
 
 The folders contain configs but no weights. The files were written by hand and compared with the published ones.
-`weights.json` has the sizes of the weight files on the hub and the revision that they belong to.
+`weights.json` contains the sizes of the weight files on the Hub and the corresponding revision.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def list_bundled_models() -> list[str]:
 
 
 def find_bundled_configs(model: str) -> Path | None:
-    """Return the folder with the config files for a hub id, or None if they are not bundled."""
+    """Return the folder with the config files for a Hub ID, or None if they are not bundled."""
     # Ids match without regard to case, as on the hub.
     by_lower_case = {name.lower(): name for name in list_bundled_models()}
     name = by_lower_case.get(model.lower())

@@ -30,7 +30,7 @@ def t2i_adapter() -> Any:
 
 
 def parts_with_controlnet_xs(base: Any, **more: Any) -> dict[str, Any]:
-    """Return the components of Stable Diffusion and a ControlNet-XS that is half as wide as the UNet."""
+    """Return the components of Stable Diffusion and a ControlNet-XS half as wide as the UNet."""
     parts: dict[str, Any] = base.parts(unet=base.denoiser(layers_per_block=2, **ATTENTION_FIRST, **more))
     parts["controlnet"] = diffusers.ControlNetXSAdapter.from_unet(
         parts["unet"], size_ratio=0.5, conditioning_embedding_out_channels=(8, 16)

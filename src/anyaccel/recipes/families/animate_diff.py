@@ -31,7 +31,7 @@ def motion_adapter() -> Any:
 
 
 def without(parts: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Return the components except the named ones, which these pipelines do not accept."""
+    """Return the components without the named ones, which these pipelines do not accept."""
     return {name: part for name, part in parts.items() if name not in names}
 
 

@@ -39,7 +39,7 @@ def transformer() -> Any:
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of Chroma: FLUX with only T5 as the text encoder, and modulations from a small network."""
+    """Return the components of Chroma: FLUX with T5 as the only text encoder and modulations from a small network."""
     return {
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
         "vae": autoencoder_kl(

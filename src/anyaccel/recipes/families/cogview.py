@@ -21,7 +21,7 @@ recipe = functools.partial(make_recipe, family="cogview")
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """Return the arguments that the transformers of both versions share."""
+    """Return the arguments shared by the transformers of both versions."""
     return {
         "in_channels": 4,
         "out_channels": 4,

@@ -24,7 +24,7 @@ recipe = functools.partial(make_recipe, family="flux")
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """Return the arguments that the transformer and its ControlNet share."""
+    """Return the arguments shared by the transformer and its ControlNet."""
     return {
         "patch_size": 1,
         "in_channels": PATCH,

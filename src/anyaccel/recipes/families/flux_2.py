@@ -36,7 +36,7 @@ def autoencoder_flux_2() -> Any:
 
 
 def parts(*, text_encoder: Any, guidance_embeds: bool, **more: Any) -> dict[str, Any]:
-    """Return the components that both models share."""
+    """Return the components shared by both models."""
     return {
         "scheduler": flow_scheduler(),
         "vae": autoencoder_flux_2(),

@@ -20,7 +20,7 @@ recipe = functools.partial(make_recipe, family="hunyuan-dit")
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """Return the arguments that the transformer and its ControlNet share."""
+    """Return the arguments shared by the transformer and its ControlNet."""
     return {
         "sample_size": SIZE // 2,
         "num_layers": 2,

@@ -1,4 +1,4 @@
-"""HunyuanVideo: text to video, image to video with SkyReels and FramePack, and version 1.5."""
+"""HunyuanVideo: text to video, image to video with SkyReels and FramePack, and HunyuanVideo 1.5."""
 
 from __future__ import annotations
 

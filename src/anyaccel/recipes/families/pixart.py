@@ -20,7 +20,7 @@ recipe = functools.partial(make_recipe, family="pixart")
 
 
 def parts(*, sample_size: int = SIZE // 2) -> dict[str, Any]:
-    """Return the components of PixArt; a sample size of 128 selects the alpha model that receives the image size."""
+    """Return the components of PixArt; with a sample size of 128, the transformer also receives the image size."""
     return {
         "tokenizer": t5_tokenizer(),
         "text_encoder": t5_encoder(),
@@ -42,7 +42,7 @@ def parts(*, sample_size: int = SIZE // 2) -> dict[str, Any]:
 
 
 def call() -> dict[str, Any]:
-    """Return call arguments without caption cleaning, and without binning, which assumes high-resolution images."""
+    """Return call arguments without caption cleaning or resolution binning, which assumes high-resolution images."""
     return prompted(height=SIZE, width=SIZE, clean_caption=False, use_resolution_binning=False, max_sequence_length=32)
 
 

@@ -42,7 +42,7 @@ def parts() -> dict[str, Any]:
 
 
 def call() -> dict[str, Any]:
-    """Return call arguments with a prompt embedding: cleaning a prompt requires ftfy, which is not a dependency."""
+    """Return call arguments with a prompt embedding, because prompt cleaning requires ftfy (not a dependency)."""
     return prompted(
         prompt=None,
         prompt_embeds=embedding(1, 16, TEXT_WIDTH),

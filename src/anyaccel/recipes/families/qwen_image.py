@@ -35,7 +35,7 @@ def autoencoder_qwen() -> Any:
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """Return the arguments that the transformer and its ControlNet share."""
+    """Return the arguments shared by the transformer and its ControlNet."""
     return {
         "patch_size": 2,
         "in_channels": 4 * CHANNELS,

@@ -39,7 +39,7 @@ def autoencoder_dc() -> Any:
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """Return the arguments that the transformer and its ControlNet share."""
+    """Return the arguments shared by the transformer and its ControlNet."""
     return {
         "in_channels": CHANNELS,
         "out_channels": CHANNELS,
@@ -76,7 +76,7 @@ def parts_of_sprint() -> dict[str, Any]:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments without resolution binning and the long instruction, which suit only large images."""
+    """Return call arguments without resolution binning and the long instruction, which only suit large images."""
     return (
         prompted(
             height=SIZE,

@@ -22,7 +22,7 @@ recipe = functools.partial(make_recipe, family="stable-diffusion-3")
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """Return the arguments that the transformer and its ControlNet share; the context is as wide as both CLIPs."""
+    """Return the arguments shared by the transformer and its ControlNet; the context is as wide as both CLIPs."""
     return {
         "sample_size": SIZE // 2,
         "patch_size": 2,

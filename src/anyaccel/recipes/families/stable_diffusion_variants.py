@@ -21,7 +21,7 @@ recipe = functools.partial(make_recipe, family="stable-diffusion")
 
 
 def without(base: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Return the components except the named ones, which a pipeline does not accept."""
+    """Return the components without the named ones, which a pipeline does not accept."""
     return {name: part for name, part in base.items() if name not in names}
 
 

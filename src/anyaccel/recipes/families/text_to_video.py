@@ -29,7 +29,7 @@ recipe = functools.partial(make_recipe, family="text-to-video")
 
 
 def base(**more: Any) -> dict[str, Any]:
-    """Return the Stable Diffusion components that these models share."""
+    """Return the Stable Diffusion components shared by these models."""
     components = stable_diffusion.parts(
         scheduler=diffusers.DDIMScheduler(**stable_diffusion.scheduler(clip_sample=False)), **more
     )

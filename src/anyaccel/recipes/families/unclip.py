@@ -36,7 +36,10 @@ def normalizer() -> Any:
 
 
 def stable_unclip() -> dict[str, Any]:
-    """Return the components that the Stable unCLIP pipelines share; the UNet receives an embedding and noise level."""
+    """Return the components shared by the Stable unCLIP pipelines.
+
+    The UNet receives an embedding and its noise level.
+    """
     return {
         "image_normalizer": normalizer(),
         "image_noising_scheduler": diffusers.DDPMScheduler(beta_schedule="squaredcos_cap_v2"),
@@ -78,7 +81,7 @@ def stable_unclip_from_image() -> dict[str, Any]:
 
 
 def unclip() -> dict[str, Any]:
-    """Return the components that both unCLIP pipelines share: a decoder and two super-resolution networks."""
+    """Return the components shared by both unCLIP pipelines: a decoder and two super-resolution networks."""
     home = importlib.import_module("diffusers.pipelines.deprecated.unclip.text_proj")
     return {
         "decoder": diffusers.UNet2DConditionModel(

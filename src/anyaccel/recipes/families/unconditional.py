@@ -1,4 +1,4 @@
-"""Pipelines without a prompt: DDPM, DDIM, PNDM, score models, consistency models, DiT, RePaint, Dance Diffusion."""
+"""Pipelines without a prompt: DDPM, DDIM, PNDM, score and consistency models, DiT, RePaint, Dance Diffusion."""
 
 from __future__ import annotations
 

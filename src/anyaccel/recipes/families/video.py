@@ -72,7 +72,7 @@ def allegro() -> dict[str, Any]:
 
 
 def use_small_tiles(pipe: Any) -> None:
-    """Reduce the tile size, because Allegro can decode only in tiles, by default of 24 frames and 320 pixels."""
+    """Reduce the tile size, because Allegro can only decode in tiles, by default of 24 frames and 320 pixels."""
     pipe.vae.enable_tiling()
     pipe.vae.kernel = (8, SIZE, SIZE)
     pipe.vae.stride = (4, SIZE // 2, SIZE // 2)

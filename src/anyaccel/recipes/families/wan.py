@@ -104,7 +104,7 @@ def call(**more: Any) -> dict[str, Any]:
 
 
 def call_embedded(**more: Any) -> dict[str, Any]:
-    """Return call arguments with a prompt embedding: cleaning a prompt requires ftfy, which is not a dependency."""
+    """Return call arguments with a prompt embedding, because prompt cleaning requires ftfy (not a dependency)."""
     embedded = {
         "prompt_embeds": embedding(1, 32, TEXT_WIDTH),
         "negative_prompt_embeds": embedding(1, 32, TEXT_WIDTH, seed=4),

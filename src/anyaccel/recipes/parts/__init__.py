@@ -1,1 +1,1 @@
-"""Tiny components that recipes share: text encoders, tokenizers, autoencoders, call arguments."""
+"""Tiny components shared by recipes: text encoders, tokenizers, autoencoders, call arguments."""

@@ -1,4 +1,4 @@
-"""Call arguments that recipes share: prompt, seed, images and videos."""
+"""Call arguments shared by recipes: prompt, seed, images and videos."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers with character-level vocabularies, in the classes that pipelines require."""
+"""Tokenizers with character-level vocabularies, of the classes that the pipelines require."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class CompiledForward:
         self._hooks = LayerHooks(module)
 
     def begin_call(self) -> None:
-        """Fall back to eager mode if the module changed after compilation; called at the start of each pipeline call."""
+        """Fall back to eager mode if the module changed after compilation. Runs at the start of each call."""
         module = self._module()
         if self.failure or module is None:
             return

@@ -89,7 +89,7 @@ class MethodOverride:
         return scheduler
 
     def _find_original(self, scheduler: Any) -> Any:
-        """Return the method without overrides, looked up at call time so that later patches to the class take effect."""
+        """Return the method without overrides, looked up at call time so later patches to the class take effect."""
         if self.instance_method is not None:
             return self.instance_method
         return _load_original(scheduler, self.name, None)
