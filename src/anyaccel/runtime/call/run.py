@@ -242,7 +242,7 @@ class _ChunkRun:
             yield
 
     def _recover(self, non_finite: list[str]) -> Any:
-        """Rerun with the failing model in float32; if that fails too, raise with the name of the first failing module."""
+        """Rerun with the failing model in float32; if that fails too, raise and name the first failing module."""
         if self.placement.shared:
             raise NotFiniteError(
                 f"the image contains NaN or Inf: {non_finite[0]} produced them on {self.placement.plan.device}",
