@@ -89,7 +89,7 @@ class DeviceSpec:
         """Return the device name; raise if the spec contains anything else, for callers that support only a name."""
         if self != DeviceSpec(name=self.name, virtual=self.virtual):
             raise UsageError(
-                f"expected a device name without an index, memory size or options, not {self}{self.given_by}",
+                f"expected a device name without an index, memory size or options, got {self}{self.given_by}",
                 hint=f"use {DeviceSpec(name=self.name, virtual=self.virtual)}",
             )
         return self.name

@@ -30,7 +30,7 @@ __all__ = [
 
 LimitT = TypeVar("LimitT", bound=Limit)
 
-_UNKNOWN_ATTENTION = Unknown(says="No reports about whether attention materializes the full score matrix were found.")
+_UNKNOWN_ATTENTION = Unknown(says="It is not known whether attention materializes the full score matrix.")
 _UNKNOWN_MEMORY = Unknown(says="No figure for the memory reserved by the driver and runtime was found.")
 
 

@@ -33,7 +33,9 @@ Against = Annotated[
 ]
 Images = Annotated[
     int,
-    typer.Option("--images", help="Expected number of images (expected_images); decides whether anyaccel compiles."),
+    typer.Option(
+        "--images", help="Expected number of images (expected_images); determines whether models are compiled."
+    ),
 ]
 
 

@@ -58,7 +58,7 @@ def show_chart(
 ) -> None:
     """Run every tiny pipeline on every virtual device.
 
-    Each pipeline runs twice: with plain diffusers and placed by anyaccel. A full run takes about 15 minutes.
+    Each pipeline runs twice: once with stock diffusers and once with anyaccel. A full run takes about 15 minutes.
     The exit status is 1 if a placed pipeline fails for an unknown reason.
     """
     if jobs is not None and jobs < 1:

@@ -61,7 +61,7 @@ Baseline = Annotated[
 OnHardware = Annotated[
     bool,
     typer.Option(
-        "--real", help="Run the model and its weights on a real device on this machine, and compare with the CPU."
+        "--real", help="Run the model with its weights on a real device on this machine, and compare it with the CPU."
     ),
 ]
 HardwareDtype = Annotated[

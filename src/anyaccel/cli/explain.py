@@ -27,12 +27,12 @@ DeviceOrProduct = Annotated[
 SmallestDtype = Annotated[
     str | None,
     typer.Option(
-        "--smallest-dtype", help="Smaller dtype to fall back to if the model does not fit. Default: no fallback."
+        "--smallest-dtype", help="Smallest dtype to fall back to if the model does not fit. Default: no fallback."
     ),
 ]
 Memory = Annotated[
     str | None,
-    typer.Option("--memory", help="Memory strategy: resident, component, layer or phase. Default: automatic."),
+    typer.Option("--memory", help="Memory mode: resident, component, layer or phase. Default: automatic."),
 ]
 Parallel = Annotated[
     str | None,

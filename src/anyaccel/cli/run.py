@@ -28,7 +28,7 @@ def run_program(
         bool, typer.Option("--verbose", "-v", help="List the mapped CUDA calls with their line numbers.")
     ] = False,
 ) -> None:
-    """Run a CUDA script unmodified on a device of this machine.
+    """Run an unmodified CUDA script on any device of this machine.
 
     --device may also follow the script's arguments. If the script has its own --device option, put anyaccel's
     --device before the script, or put the script's --device after --.

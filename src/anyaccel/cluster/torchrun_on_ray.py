@@ -104,7 +104,7 @@ def _wait(ray: Any, pending: dict[Any, int]) -> list[RankResult]:
             results.append(ray.get(finished))
         except ray.exceptions.RayError as error:
             raise AnyaccelError(
-                f"rank {rank} died: {type(error).__name__}", hint="run the command again; every rank is needed"
+                f"rank {rank} failed: {type(error).__name__}", hint="run the command again; all ranks must be running"
             ) from error
         if results[-1].status:
             break

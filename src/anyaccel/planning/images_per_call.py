@@ -17,4 +17,4 @@ def choose_images_per_call(sheet: Sheet, options: PlacementOptions) -> Decision[
     # An unknown answer counts as reliable: one image per call would slow down every device without a report.
     if not sheet.reliable_batches and isinstance(sheet.batches, Limit):
         return Decision(1, cite(sheet.batches))
-    return Decision(None, f"no problem with batches is known for this device: {sheet.batches.says.removesuffix('.')}")
+    return Decision(None, f"no known issues with batches on this device: {sheet.batches.says.removesuffix('.')}")

@@ -35,7 +35,7 @@ from anyaccel.planning.workarounds import choose_workarounds
 __all__ = ["NO_MEMORY", "Plan", "make_plan", "without_rank_local_choices"]
 
 # Placing replaces it: the rule depends on the memory of the device.
-NO_MEMORY = Decision(MemoryRule(), "no image size has been planned yet")
+NO_MEMORY = Decision(MemoryRule(), "the image size is not known yet")
 
 
 @dataclass(frozen=True, kw_only=True)

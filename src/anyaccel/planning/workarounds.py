@@ -43,6 +43,4 @@ def choose_workarounds(
     chosen = tuple(name for name, needed in needs.items() if needed)
     if not chosen:
         return Decision((), "no device limit requires a workaround inside the models")
-    return Decision(
-        chosen, "device limits that require workarounds inside the models; the other decisions explain them"
-    )
+    return Decision(chosen, "workarounds inside the models for device limits; see the other decisions for details")

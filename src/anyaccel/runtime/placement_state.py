@@ -86,7 +86,7 @@ class Placement:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "plan" and "plan" in vars(self):
-            raise AttributeError("plan is read-only; add later events to its report")
+            raise AttributeError("plan is read-only; record runtime events in its report")
         super().__setattr__(name, value)
 
     @property

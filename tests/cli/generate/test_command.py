@@ -273,7 +273,7 @@ def test_explain_prints_the_plan_and_generates_nothing(run: Run, tmp_path: Path)
         ),
         (["x", "--seed", str(2**64)], "a seed must be an integer", "--seed 7"),
         (["--prompts", "missing.txt"], "cannot read missing.txt", "one prompt per line"),
-        (["--prompts", "empty.txt"], "empty.txt contains no prompt", "one prompt per line"),
+        (["--prompts", "empty.txt"], "empty.txt contains no prompts", "one prompt per line"),
         (["--prompts", "latin.txt"], "line 2 of latin.txt is not valid UTF-8", "save the file as UTF-8"),
         (["x", "-o", "a.bmp"], "unknown image suffix '.bmp'", ".png"),
         (["x", "-o", "empty.txt/a.png"], "is not a valid file name", "-o"),

@@ -138,7 +138,7 @@ CUDA = Sheet(
     ),
     new_shapes=Yes(says="A new shape costs nothing in eager mode.", source=TENSORS, evidence="documented"),
     host_round_trip=RoundTrip(
-        says="Takes 7.7 µs on an idle H200 and drains the stream; `nonzero().item()` in a scheduler does so per step.",
+        says="Takes 7.7 µs on an idle H200 and drains the stream; some schedulers do this at every step.",
         source=_OUR_H200,
         evidence="hardware",
         effect="slow",
@@ -152,7 +152,7 @@ CUDA = Sheet(
     ),
     training=Yes(says="Supported by diffusers.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
     fused_attention=Yes(
-        says="Flash and memory-efficient attention store one sum per row; heads wider than 256 accumulate in float32.",
+        says="Flash and memory-efficient attention store no score matrix; head dimensions above 256 accumulate in float32.",
         source=_OUR_MEMORY,
         evidence="hardware",
     ),

@@ -195,7 +195,7 @@ SHEET = Sheet(
             source=_OPTIMUM + "pull/1331",
             evidence="hardware",
             effect="slow",
-            hint="choose the mode for each model with PT_HPU_LAZY_MODE, which must be set before the import",
+            hint="choose the mode for each model with PT_HPU_LAZY_MODE, set before habana_frameworks is imported",
         ),
         Quirk(
             name=FLOAT32_ATTENTION,

@@ -110,10 +110,10 @@ SHEET = Sheet(
         cost_us=None,
     ),
     batches=Unknown(says="No reports about batches on MLU were found."),
-    training=Yes(says="A training test of diffusers passes on an MLU590.", source=_TRAINING, evidence="hardware"),
+    training=Yes(says="A diffusers training test passes on an MLU590.", source=_TRAINING, evidence="hardware"),
     largest_tensor=(Unknown(says="No limit on tensor size was found."),),
     compiler=Compiler(
-        says="torch_mlu has its own Inductor settings: max_autotune is enabled, and one thread compiles.",
+        says="torch_mlu has its own Inductor settings: max_autotune is enabled, and compilation uses a single thread.",
         source=_INDUCTOR,
         evidence="documented",
         backend="inductor",

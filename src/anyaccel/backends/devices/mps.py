@@ -54,7 +54,7 @@ SHEET = Sheet(
             evidence="hardware",
             effect="error",
             raises="TypeError",
-            hint="cast to float32 before moving tensors to the device, including NumPy schedules",
+            hint="cast tensors to float32 before moving them to the device, also those from NumPy arrays",
             becomes="float32",
         ),
         int64=DtypeLimit(
@@ -214,7 +214,7 @@ SHEET = Sheet(
             source=DIFFUSERS + "14438",
             evidence="hardware",
             effect="wrong",
-            hint="pass torch.zeros, or slice around scaled_dot_product_attention",
+            hint="pass torch.zeros, or call scaled_dot_product_attention on slices",
             operations=("baddbmm",),
             reads_ignored_input=True,
         ),
@@ -252,12 +252,11 @@ SHEET = Sheet(
         Quirk(
             name="first_pass_differs",
             information_only=True,
-            says="The first pass returns slightly different results from later ones; run one step and discard the "
-            "result.",
+            says="The results of the first pass differ slightly from those of later passes.",
             source=_DIFFUSERS_PAGE,
             evidence="documented",
             effect="wrong",
-            hint="update torch",
+            hint="update torch, or run one step first and discard the result",
             only_if=("torch<2.0",),
         ),
         Quirk(
@@ -347,7 +346,7 @@ SHEET = Sheet(
         SystemIs(
             systems=("Darwin",),
             hint="use a Mac with Apple silicon, or a virtual device on any machine: ANYACCEL_VIRTUAL=mps",
-            says="Metal is part of macOS.",
+            says="Metal is available only on macOS.",
             source=_DIFFUSERS_PAGE,
             evidence="documented",
         ),
@@ -372,7 +371,7 @@ SHEET = Sheet(
             wanted=">=1.13",
             recommended=">=2.0",
             hint=f"pip install --upgrade torch ({TORCH_INSTALL})",
-            says="torch 1.13 is the first version with MPS support; torch 2.0 is recommended.",
+            says="Requires torch 1.13 or later; 2.0 or later is recommended.",
             source=_DIFFUSERS_PAGE,
             evidence="documented",
         ),

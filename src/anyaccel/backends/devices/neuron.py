@@ -89,7 +89,7 @@ SHEET = Sheet(
             hint="run in bfloat16",
             only_on=("trn2", "trn1", "inf2"),
         ),
-        float8_e5m2=Unknown(says="No citable source about float8_e5m2 was found."),
+        float8_e5m2=Unknown(says="No reports about float8_e5m2 were found."),
     ),
     default_dtypes=DtypeOrder(
         says="The pull request that added Neuron support to diffusers validated its pipelines in bfloat16.",

@@ -226,7 +226,7 @@ SHEET = Sheet(
             name="ACL_OP_COMPILER_CACHE_DIR",
             value="",
             when="by_user",
-            says="Directory of the operators that eager mode compiles.",
+            says="Cache directory for operators compiled in eager mode.",
             source="https://hiascend.com/document/detail/zh/Pytorch/600/apiref/Envvariables/Envir_026.html",
             evidence="documented",
         ),

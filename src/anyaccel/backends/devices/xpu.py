@@ -65,7 +65,9 @@ SHEET = Sheet(
             contradicted_by=PYTORCH + "149953",
         ),
         int64=Yes(
-            says="Every device listing we found reports 64-bit atomics.", source=_OPS + "3663", evidence="hardware"
+            says="Supported; every device listing we found reports 64-bit atomics.",
+            source=_OPS + "3663",
+            evidence="hardware",
         ),
         float32=Yes(says="Supported by every kernel.", source=_GET_STARTED, evidence="documented"),
         float16=Yes(
@@ -261,7 +263,7 @@ SHEET = Sheet(
         SystemIs(
             systems=("Linux", "Windows"),
             hint="use Linux or Windows with an Intel GPU",
-            says="Supported on Windows 11 and Linux distributions.",
+            says="Supported on Linux and Windows 11.",
             source=_GET_STARTED,
             evidence="documented",
         ),

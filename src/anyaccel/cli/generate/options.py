@@ -132,6 +132,6 @@ def read_prompts_file(name: str) -> list[str]:
     prompts = [line for line in lines if line and not line.startswith("#")]
     if not prompts:
         raise UsageError(
-            f"{name} contains no prompt", hint="write one prompt per line; lines that start with # are skipped"
+            f"{name} contains no prompts", hint="write one prompt per line; lines that start with # are skipped"
         )
     return prompts
