@@ -115,7 +115,7 @@ def require_recipe(pipeline: str) -> Recipe:
         names = sorted({recipe.pipeline for recipe in recipes().values()})
         raise ModelError(
             f"no recipe for the pipeline class {pipeline}",
-            hint=f"pass a function that creates the pipeline: anyaccel check package.module:make; {nearest(pipeline, names)}",
+            hint=f"pass a function that creates it: anyaccel check package.module:make; {nearest(pipeline, names)}",
         )
     return recipe
 

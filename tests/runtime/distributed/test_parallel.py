@@ -157,7 +157,7 @@ CHECKS = {
     "wrong count": check_error(
         "requires 4 processes, one per device, but 2 are running", "torchrun --nproc-per-node 4"
     ),
-    "attention across rows": check_error("the two halves run separately differ from the full batch", "omit parallel"),
+    "attention across rows": check_error("the halves and the full batch differ", "omit parallel"),
     "no seed": check_no_seed,
     "different seeds": check_seeds,
     "placed twice": check_second_placement,

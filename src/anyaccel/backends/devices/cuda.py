@@ -152,7 +152,7 @@ CUDA = Sheet(
     ),
     training=Yes(says="Supported by diffusers.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
     fused_attention=Yes(
-        says="Flash and memory-efficient attention store no score matrix; head dimensions above 256 accumulate in float32.",
+        says="Flash and memory-efficient attention store no score matrix; heads wider than 256 use float32.",
         source=_OUR_MEMORY,
         evidence="hardware",
     ),

@@ -85,7 +85,7 @@ class _CfgSplit:
             return whole
         if self.required:
             raise UsageError(
-                f"parallel='cfg' would change the result: the two halves run separately differ from the full batch ({reason})",
+                f"parallel='cfg' would change the result: the halves and the full batch differ ({reason})",
                 hint="load the pipeline again and omit parallel",
             )
         self.disabled = True
