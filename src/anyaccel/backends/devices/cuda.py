@@ -1,7 +1,4 @@
-"""NVIDIA CUDA and AMD ROCm.
-
-torch calls both `cuda`; the torch build determines which sheet applies.
-"""
+"""NVIDIA CUDA and AMD ROCm. torch calls both `cuda`; the torch build determines which sheet applies."""
 
 from __future__ import annotations
 
