@@ -152,7 +152,7 @@ class ProcessDiedError(AnyaccelError, RuntimeError):
 
 
 class UnmappedError(AnyaccelError, AttributeError):
-    """A CUDA script uses an attribute without an equivalent on the device; `hasattr` returns False."""
+    """A CUDA script uses an attribute that has no equivalent on the device; `hasattr` returns False."""
 
     exit_status = 1
 

@@ -95,7 +95,7 @@ def _find_chain(module: torch.nn.Module) -> _Chain | None:
 
 
 class ForwardOverrides:
-    """The callable stored in a module's `__dict__["forward"]`."""
+    """Callable stored in a module's `__dict__["forward"]` that runs the module's overrides."""
 
     def __init__(self, module: torch.nn.Module, beneath: Forward | None, chain: _Chain) -> None:
         # A strong reference would form a cycle: a deleted pipeline would hold its memory until the next collection.

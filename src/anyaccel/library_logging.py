@@ -44,7 +44,7 @@ _ADVICE = (FLOAT32_ADVICE, *SAFETY_ADVICE)
 
 @contextmanager
 def drop_log_records(logger: str, text: str = "") -> Iterator[None]:
-    """Within the with block, drop a logger's records that contain `text`; an empty `text` drops all records."""
+    """Drop a logger's records that contain `text` inside the `with` block; an empty `text` drops all records."""
 
     def keep(record: logging.LogRecord) -> bool:
         return text not in record.getMessage()
@@ -58,7 +58,7 @@ def drop_log_records(logger: str, text: str = "") -> Iterator[None]:
 
 @functools.cache
 def drop_log_records_always(logger: str, start: str) -> None:
-    """Permanently drop a logger's records that start with `start`; repeated calls have no effect."""
+    """Permanently drop a logger's records that start with `start`; repeated calls have no further effect."""
     logging.getLogger(logger).addFilter(lambda record: not record.getMessage().startswith(start))
 
 
@@ -68,17 +68,17 @@ def log_errors_only(library: str) -> None:
 
 
 def silence_process() -> None:
-    """Permanently drop Python warnings and log records up to level WARNING; for worker processes."""
+    """Permanently drop Python warnings and log records up to level WARNING, for use in worker processes."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
 
 @contextmanager
 def quiet_libraries(*, everything: bool = False) -> Iterator[None]:
-    """Drop developer messages from libraries within the with block, unless the user requested them.
+    """Drop developer messages from libraries inside the `with` block, unless the user requested them.
 
     The user requests them with `-W` or with a variable such as `TRANSFORMERS_VERBOSITY`. `everything` also
-    drops diffusers warnings and all Python warnings, for example for a model that is built without weights.
+    drops diffusers warnings and all Python warnings, for example while a model is built without weights.
     """
     with ExitStack() as stack:
         for library in ("transformers", "diffusers") if everything else ("transformers",):
@@ -94,7 +94,7 @@ def quiet_libraries(*, everything: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _only_errors(library: str) -> Iterator[None]:
-    """Set a library's log level to ERROR within the with block."""
+    """Set a library's log level to ERROR inside the `with` block."""
     # The variable covers later imports and child processes, the level a library that is already imported.
     variable, logger = f"{library.upper()}_VERBOSITY", logging.getLogger(library)
     if variable in os.environ:
@@ -112,7 +112,7 @@ def _only_errors(library: str) -> Iterator[None]:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Hide tqdm progress bars within the with block."""
+    """Hide tqdm progress bars inside the `with` block."""
     # Blocks of a modular pipeline have no option to disable their bars.
     from tqdm import std
 
@@ -126,7 +126,7 @@ def no_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def no_transformers_bars() -> Iterator[None]:
-    """Hide the progress bar that transformers shows for each model within the with block.
+    """Hide the progress bars that transformers shows while loading models, inside the `with` block.
 
     This also hides the huggingface_hub progress bars, so download models first.
     """

@@ -29,7 +29,7 @@ class ProgressListener:
         """Called after `done` denoising steps; pipelines with several stages restart at 0."""
 
     def on_start(self, done: int, total: int) -> None:
-        """Called when a run over rows begins; an earlier run finished `done` of them."""
+        """Called when a batch run begins; an earlier run finished `done` of its `total` rows."""
 
     def on_row(self, done: int, total: int, text: str) -> None:
         """Called after `done` rows; `text` contains the rate and the failure count."""

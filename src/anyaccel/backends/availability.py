@@ -1,4 +1,4 @@
-"""Device availability, with the reason if a device is not available.
+"""Device availability, including the reason why a device is not available.
 
 Availability is determined from plain data, so it can be tested for any machine.
 """
@@ -18,7 +18,7 @@ __all__ = ["Device", "check_availability", "find_unmet", "make_broken_device", "
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Availability of one type of accelerator on this machine."""
+    """The availability of one device type on this machine."""
 
     name: str
     title: str
@@ -38,12 +38,12 @@ class Device:
 
     @property
     def count(self) -> int:
-        """The number of devices."""
+        """The number of devices of this type."""
         return len(self.names)
 
 
 def find_unmet(sheet: Sheet, machine: Machine) -> list[Requirement]:
-    """Return the requirements that a machine does not meet, or only the first if the operating system is wrong."""
+    """Return the requirements that a machine does not meet, or only the first if its OS is not supported."""
     unmet = [requirement for requirement in sheet.requirements if requirement.unmet(machine) is not None]
     # On the wrong operating system, hints to install packages would mislead.
     wrong_system = any(isinstance(requirement, SystemIs) for requirement in unmet)
@@ -53,7 +53,7 @@ def find_unmet(sheet: Sheet, machine: Machine) -> list[Requirement]:
 def check_availability(
     sheet: Sheet, machine: Machine, reported: tuple[str, ...] | str, origin: str = BUILT_IN, name: str = ""
 ) -> Device:
-    """Return a device's availability; `reported` holds device names from the vendor software or an error message."""
+    """Return a device's availability; `reported` holds the vendor software's device names or error message."""
     problem = _find_problem(sheet, machine, reported)
     names = () if problem or isinstance(reported, str) else reported
     if problem:
@@ -76,7 +76,7 @@ def check_availability(
 
 
 def make_virtual_device(sheet: Sheet, count: int) -> Device:
-    """Return the availability of a virtual device; its title, reason and names say that it is virtual."""
+    """Return the availability of a virtual device, labeled as virtual in its title, reason and device names."""
     return Device(
         name=sheet.name,
         title=f"{sheet.title}, virtual",
@@ -90,7 +90,7 @@ def make_virtual_device(sheet: Sheet, count: int) -> Device:
 
 
 def make_broken_device(plugin: BrokenPlugin) -> Device:
-    """Return an unavailable device for a plugin that failed to load."""
+    """Return the availability of a device whose plugin failed to load."""
     return Device(
         name=plugin.name,
         title=f"plugin from {plugin.origin}",
@@ -120,7 +120,7 @@ def _find_problem(sheet: Sheet, machine: Machine, reported: tuple[str, ...] | st
 
 
 def _format_hardware(sheet: Sheet, machine: Machine) -> str:
-    """Return a note on whether the hardware is present, or an empty string if Linux has no device files for it."""
+    """Return a note on whether the hardware is present; empty if Linux exposes no device files for it."""
     # Device files exist without the vendor's user-space software, so they tell missing hardware from missing packages.
     if machine.system != "Linux" or not sheet.device_files:
         return ""

@@ -94,7 +94,7 @@ class Limit(Claim):
         return bool(self.only_on or self.only_if)
 
     def applies(self, product: str | None, versions: Mapping[str, str]) -> bool | None:
-        """Return whether the limit applies, or None if the arguments do not resolve all conditions.
+        """Return whether the limit applies, or None if the product and versions do not resolve all conditions.
 
         >>> Limit(says="", source="", evidence="inferred", effect="slow", only_if=("macos<14",)).applies(
         ...     None, {"macos": "15.1"}
@@ -116,7 +116,7 @@ class Limit(Claim):
 
 
 def read_version(text: str | None) -> Version | None:
-    """Parse a version for comparison, or return None if it is invalid; a pre-release counts as its release."""
+    """Parse a version, or return None if it is invalid; a pre-release compares equal to its release."""
     try:
         # 2.8.0.dev1 sorts before 2.8.0, but a nightly has the behavior of the release that it leads to.
         return Version(Version(str(text)).base_version)
@@ -126,7 +126,7 @@ def read_version(text: str | None) -> Version | None:
 
 @dataclass(frozen=True, kw_only=True)
 class DtypeLimit(Limit):
-    """A dtype that is unsupported, narrowed or slow."""
+    """A limit on a dtype that is unsupported, narrowed or slow."""
 
     becomes: str = ""
     """The dtype to use instead; empty if no other dtype helps."""
@@ -144,7 +144,7 @@ class SizeLimit(Limit):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundTrip(Limit):
-    """The cost of copying a value back to the CPU during a run."""
+    """The cost of copying a value from the device to the CPU during a run."""
 
     cost_us: float | None
     """Measured microseconds of one round trip; None if no figure was found."""
@@ -152,7 +152,7 @@ class RoundTrip(Limit):
 
 @dataclass(frozen=True, kw_only=True)
 class OperationLimit(Limit):
-    """Operations that are missing or return wrong results, by `torch.ops.aten` name and optional overload."""
+    """Operations that are missing or return wrong results, given by `torch.ops.aten` name and optional overload."""
 
     name: str
     operations: tuple[str, ...]
@@ -166,7 +166,7 @@ class OperationLimit(Limit):
 
 @dataclass(frozen=True, kw_only=True)
 class Quirk(Limit):
-    """A behavior that fits no other claim class; `quirks.py` lists the names that code handles."""
+    """A behavior that no other claim class covers; `quirks.py` lists the quirks that code handles."""
 
     name: str
     information_only: bool = False

@@ -1,4 +1,4 @@
-"""Benchmark of half precision on this CPU.
+"""A benchmark of half-precision speed on this CPU.
 
 It takes a fraction of a second, and the result is cached on disk.
 """
@@ -36,7 +36,7 @@ def measure_half_precision() -> dict[str, float]:
 
 
 def _time(dtype: str) -> float:
-    """Return the best time in seconds for a matrix product and a convolution, the main operations of a denoiser."""
+    """Return the best time in seconds for a matrix product and a convolution, a denoiser's main operations."""
     import torch
 
     torch_dtype: torch.dtype = getattr(torch, dtype)

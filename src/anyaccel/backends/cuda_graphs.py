@@ -25,7 +25,7 @@ def make_recorder(index: int, pool: Any) -> Recorder:
 
 
 def _read_settings() -> tuple[Any, ...]:
-    """Return the settings that affect kernel choice: determinism, TF32, reduced precision and attention backends."""
+    """Return the settings that affect kernel selection: determinism, TF32, reduced precision, attention backend."""
     import torch
 
     backends: Any = torch.backends

@@ -1,4 +1,4 @@
-"""Device lookup and opening by user-facing name."""
+"""Lookup and opening of devices by user-facing name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _MAX_DEVICES = 1024
 
 @dataclass(frozen=True)
 class OpenDevice:
-    """An available device: its driver, its index, and its sheet with conditions resolved for this machine."""
+    """An opened device: its driver, its index, and its sheet with conditions resolved for this machine."""
 
     sheet: Sheet
     driver: Driver
@@ -57,7 +57,7 @@ class OpenDevice:
 
     @property
     def torch_device(self) -> torch.device:
-        """The `torch.device` with its index: `torch.device("cuda:0")`."""
+        """The `torch.device`, including the index: `torch.device("cuda:0")`."""
         import torch
 
         self.driver.load()
@@ -73,7 +73,7 @@ class OpenDevice:
 
 @functools.cache
 def this_machine() -> Machine:
-    """Return the machine that this process runs on."""
+    """Return a description of the machine that this process runs on."""
     return read_machine(sheet for backend in load_registry().backends.values() for sheet in backend.sheets)
 
 
@@ -96,7 +96,8 @@ def register_virtual(sheet: Sheet, count: int) -> None:
 def read_device(device: str | int | torch.device | DeviceSpec) -> DeviceSpec:
     """Parse a device argument into a spec; an integer is an index of the `auto` device.
 
-    `auto` is replaced by the value of `ANYACCEL_DEVICE`, if set. Available devices are queried only for an integer.
+    `auto` is replaced by the value of `ANYACCEL_DEVICE`, if set. Available devices are queried only if the
+    argument is an integer.
     """
     if isinstance(device, int) and not isinstance(device, bool):
         spec = read_device(AUTO)
@@ -110,7 +111,7 @@ def read_device(device: str | int | torch.device | DeviceSpec) -> DeviceSpec:
 def sheet(name: str | torch.device | DeviceSpec) -> Sheet:
     """Return the sheet for a device or product, whether or not it is available: `anyaccel.sheet("neuron")`.
 
-    `cuda` returns the ROCm sheet if torch is a ROCm build; `rocm` always returns it.
+    `cuda` returns the ROCm sheet if torch is a ROCm build; `rocm` always returns the ROCm sheet.
     """
     spec = DeviceSpec.parse(name, load_registry())
     backend = load_registry().backend(spec.name)
@@ -141,8 +142,8 @@ def is_available(name: str | torch.device | DeviceSpec) -> bool:
 def open_device(device: str | torch.device | DeviceSpec = AUTO) -> OpenDevice:
     """Open a device given by name, name with index, product, `torch.device` or `auto`.
 
-    `auto` is the value of `ANYACCEL_DEVICE`, or else the best available device. Without an index, the process's
-    current device is opened. A virtual device must already have been started.
+    `auto` selects the device in `ANYACCEL_DEVICE` or, if that is not set, the best available device. Without
+    an index, the process's current device is opened. A virtual device must already have been started.
     """
     spec = DeviceSpec.parse(device, load_registry())
     spec = read_device(spec) if spec.name == AUTO else spec
@@ -209,7 +210,7 @@ def _filter_by_product(spec: DeviceSpec, count: int) -> Sequence[int]:
 
 @functools.cache
 def _open_at(name: str, index: int) -> OpenDevice:
-    """Open one available device; sheet conditions are resolved by product, then by version, then by probing."""
+    """Open one available device; conditions in its sheet are resolved by product, then version, then probing."""
     # Probing comes last: it runs on the device, so it covers only what product and versions leave open.
     make_driver = load_registry().backend(name).driver
     if name in _VIRTUAL:
@@ -227,7 +228,7 @@ def _driver(name: str) -> Driver:
 
 
 def _count(name: str) -> int | str:
-    """Return the number of devices, or the error message from the vendor's software."""
+    """Return the number of devices, or the error message from the vendor software."""
     return _VIRTUAL[name][1] if name in _VIRTUAL else _count_real(name)
 
 

@@ -63,9 +63,9 @@ def randn(
 ) -> torch.Tensor:
     """Return normally distributed noise on a device, drawn on the CPU if the device cannot draw random numbers.
 
-    A generator draws on its own device; in a list of generators, each one draws the noise for one image. Noise
-    is drawn in float32 and cast, so a seed produces the same noise in every dtype. A dtype that the device
-    lacks is replaced as in `adjust_dtype`.
+    A generator draws on its own device; in a list of generators, each one draws the noise for one image.
+    Noise is drawn in float32 and then cast, so a seed produces the same noise in every dtype. A dtype that
+    the device does not support is replaced as in `adjust_dtype`.
     """
     import torch
 
@@ -109,7 +109,7 @@ def synchronize(device: str | torch.device = "auto") -> None:
 
 
 def empty_cache(device: str | torch.device = "auto") -> None:
-    """Release the allocator's cached memory."""
+    """Release the cached memory of the device's allocator."""
     open_device(device).driver.empty_cache()
 
 
@@ -120,13 +120,13 @@ def memory(device: str | torch.device = "auto") -> Memory:
 
 
 def max_memory(device: str | torch.device = "auto") -> int:
-    """Return the peak memory in bytes since the last `reset_peak_memory`."""
+    """Return the device's peak memory use in bytes since the last `reset_peak_memory`."""
     opened = open_device(device)
     return opened.driver.max_memory(opened.index)
 
 
 def reset_peak_memory(device: str | torch.device = "auto") -> None:
-    """Reset the peak memory that `max_memory` returns."""
+    """Reset the peak memory use that `max_memory` returns."""
     opened = open_device(device)
     opened.driver.reset_peak_memory(opened.index)
 

@@ -1,4 +1,4 @@
-"""The only parser for device strings.
+"""The parser for device strings.
 
 Examples: `auto`, `hpu`, `hpu:3`, `mps:16GiB`, `gaudi2` and `virtual:hpu,count=8,strict`.
 """
@@ -80,13 +80,13 @@ class DeviceSpec:
         return ",".join([head, *options])
 
     def with_index(self, index: int) -> DeviceSpec:
-        """Return the spec for one device of this type."""
+        """Return a copy of the spec with the given device index."""
         if index < 0:
             raise UsageError(f"{index} is not a valid device index", hint="indices start at 0")
         return replace(self, index=index)
 
     def require_name(self) -> str:
-        """Return the device name; raise if the spec contains anything else, for callers that support only a name."""
+        """Return the device name; raise if the spec sets anything else, for callers that accept only a name."""
         if self != DeviceSpec(name=self.name, virtual=self.virtual):
             raise UsageError(
                 f"expected a device name without an index, memory size or options, got {self}{self.given_by}",
@@ -105,7 +105,7 @@ class DeviceSpec:
         return count
 
     def count_hint(self) -> str:
-        """Return a hint on how to write the virtual device count, which version 0.1 put after the colon."""
+        """Return a hint on the syntax for the virtual device count, which version 0.1 wrote after the colon."""
         count = self.index or 2
         return (
             f"use {VIRTUAL_PREFIX}{self.name},count={count} for {count} devices, "
@@ -114,12 +114,12 @@ class DeviceSpec:
 
 
 def read_device_name(text: str) -> str:
-    """Return the device name in `hpu:3` without validation, because its plugin may not be installed here."""
+    """Return the device name in a string such as `hpu:3`, unvalidated because its plugin may not be installed."""
     return text.partition(":")[0]
 
 
 def _read_suffix(spec: DeviceSpec, suffix: str, text: str) -> DeviceSpec:
-    """Return the spec with the index or memory size after the colon."""
+    """Return a copy of the spec with the device index or memory size from the suffix applied."""
     if _INDEX.fullmatch(suffix):
         return replace(spec, index=int(suffix))
     word = spec.product or spec.name
@@ -145,7 +145,7 @@ def _read_suffix(spec: DeviceSpec, suffix: str, text: str) -> DeviceSpec:
 
 
 def _read_options(spec: DeviceSpec, options: list[str], text: str, registry: Registry) -> DeviceSpec:
-    """Return the spec with the options after the commas."""
+    """Return a copy of the spec with the comma-separated options applied."""
     if not spec.virtual:
         raise _invalid(text, spec.given_by, "only virtual devices accept options", f"use {VIRTUAL_PREFIX}{text}")
     seen: set[str] = set()
@@ -180,7 +180,7 @@ def _read_count(value: str, spec: DeviceSpec) -> int:
 
 
 def _read_memory(spec: DeviceSpec, value: str, text: str, registry: Registry) -> DeviceSpec:
-    """Return the spec with a memory size, or with a product, which determines both memory and limits."""
+    """Return a copy of the spec with a memory size, or with a product, which sets both memory and limits."""
     if spec.product is not None:
         raise _invalid(text, spec.given_by, f"{spec.product} has a fixed memory size")
     # memory=gaudi2 also applies the limits of that product, unlike memory=96GB.

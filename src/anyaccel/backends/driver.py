@@ -1,4 +1,4 @@
-"""Drivers: device operations, by default through the torch device module.
+"""Drivers: device operations, implemented by default with the torch device module.
 
 A backend overrides only what differs. Capabilities are defined in the sheet, not here.
 """
@@ -47,7 +47,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Recorder:
-    """A recorder that captures device work as a graph for replay."""
+    """A recorder that captures device work as a graph that can be replayed."""
 
     record: Record
     warmup_runs: int = 2
@@ -59,7 +59,7 @@ class Recorder:
 
 
 class Driver:
-    """Device operations for one sheet, by default through `torch.get_device_module`."""
+    """Device operations for one sheet, implemented by default with `torch.get_device_module`."""
 
     has_events = False
     """Whether the device has events and side streams, so `record_event` waits only for earlier work."""
@@ -74,7 +74,7 @@ class Driver:
             importlib.import_module(module)
 
     def module(self) -> ModuleType:
-        """Return the torch module for the device, such as `torch.xpu`."""
+        """Return the torch module for the device type, such as `torch.xpu`."""
         import torch
 
         self.load()
@@ -87,18 +87,18 @@ class Driver:
         return int(module.device_count()) if module.is_available() else 0
 
     def current_index(self) -> int:
-        """Return the index of the current device, as set by `torch.cuda.set_device`."""
+        """Return the index of the current device, as set by, for example, `torch.cuda.set_device`."""
         # Some vendors return a torch.device instead of an integer.
         current = getattr(self.module(), "current_device", lambda: 0)()
         return int(getattr(current, "index", current) or 0)
 
     def device_name(self, index: int) -> str:
-        """Return the name that the device reports, or else the title of the sheet."""
+        """Return the name that the device reports, or the sheet's title if it reports none."""
         get_name = getattr(self.module(), "get_device_name", None)
         return self.sheet.title if get_name is None else str(get_name(index))
 
     def product(self, index: int) -> str | None:
-        """Return the product on the sheet that matches the name reported by the device, or None."""
+        """Return the product on the sheet that matches the name reported by the device, or None if none matches."""
         name = self.device_name(index)
         for product in self.sheet.products:
             if product.reported_as and re.search(product.reported_as, name):
@@ -110,7 +110,7 @@ class Driver:
         self.module().synchronize(index)
 
     def record_event(self, index: int) -> Callable[[], None]:
-        """Return a function that waits for the work enqueued so far; the default waits for all work."""
+        """Return a function that waits for the work enqueued so far; by default, it waits for all work."""
         return functools.partial(self.synchronize, index)
 
     def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -121,7 +121,7 @@ class Driver:
         return tensor.pin_memory().to(device, non_blocking=True)
 
     def side_stream(self, index: int) -> AbstractContextManager[Any]:
-        """Return a context that enqueues work on a separate stream, so it runs concurrently with earlier work."""
+        """Return a context manager that enqueues work on a separate stream, to run concurrently with earlier work."""
         if not self.has_events:
             return nullcontext()
         module = self.module()
@@ -160,11 +160,11 @@ class Driver:
         return int(self._find_function("max_memory_allocated")(index))
 
     def reset_peak_memory(self, index: int) -> None:
-        """Reset the peak memory."""
+        """Reset the peak tensor memory that `max_memory` returns."""
         self._find_function("reset_peak_memory_stats")(index)
 
     def capture(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Wrap the model to run as a captured device graph, for sheets with a capturing mode."""
+        """Wrap the model to run as a captured device graph, for sheets with a graph-capturing execution mode."""
         raise NotMeasurableError(
             f"{self.sheet.title} ({self.sheet.name}) does not support device graphs",
             hint="use a different mode, for example eager",
@@ -175,7 +175,7 @@ class Driver:
         return None
 
     def resolve_conditions(self, device: torch.device) -> Sheet:
-        """Return the sheet after probing every dtype with a conditional or contradicted limit on the device."""
+        """Return the sheet after probing the device for every dtype with a conditional or contradicted limit."""
         # Slow dtypes are not probed, because a correct result says nothing about time. Neither is fp8, which supports
         # storage and scaled products but not the addition of the probe.
         dtypes = self.sheet.dtypes

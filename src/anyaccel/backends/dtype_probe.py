@@ -1,4 +1,4 @@
-"""Probe that tests a dtype on a device, for sheets with contradictory sources.
+"""A probe that tests a dtype on a device, for sheets whose sources contradict each other.
 
 See docs/decisions/0002-asking-the-device.md.
 """

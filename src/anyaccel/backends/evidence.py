@@ -1,7 +1,7 @@
 """Evidence files: results of verifying a sheet on a device, written by `anyaccel devices NAME --verify`.
 
-A file lists which claims on a sheet were confirmed, contradicted or not tested. Its digest detects manual changes.
-Files from virtual devices and files without a sign-off are rejected.
+A file lists which claims on a sheet were confirmed, contradicted or not tested. Its digest detects manual
+edits. Files from virtual devices and files without a sign-off are rejected.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineFinding:
-    """The result of running one tiny pipeline on the device, compared with the CPU image."""
+    """The result of running one tiny pipeline on the device, compared with the CPU result."""
 
     recipe: str
     pipeline: str
@@ -102,7 +102,7 @@ class Verification:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 digest of the content."""
+        """The SHA-256 digest of the file content."""
         # Canonical JSON, independent of the layout of the file.
         content = json.dumps(self._content(), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return "sha256:" + hashlib.sha256(content.encode()).hexdigest()
@@ -114,7 +114,7 @@ class Verification:
         return agrees and all(pipeline.right is not False for pipeline in self.pipelines)
 
     def to_json(self) -> str:
-        """Return the file content and its digest as JSON, with one line per field and finding for readable diffs."""
+        """Return the content and its digest as JSON, with one line per field and finding for readable diffs."""
         content = self._content() | {"digest": self.digest}
         return (
             "{\n" + ",\n".join(f" {_dump(name)}: {_format_value(value)}" for name, value in content.items()) + "\n}\n"
@@ -175,7 +175,7 @@ def _build(content: dict[str, Any]) -> Verification:
 
 @functools.cache
 def load_verifications(folder: Path = _PACKAGED) -> Mapping[str, Verification]:
-    """Return the packaged verifications by repository path; raise if one is virtual or unsigned."""
+    """Return the packaged verifications, keyed by repository path; raise if one is virtual or unsigned."""
     verifications = {}
     for path in sorted(folder.glob("*.json")):
         name = f"{FOLDER}/{path.name}"
@@ -195,7 +195,7 @@ def load_verifications(folder: Path = _PACKAGED) -> Mapping[str, Verification]:
 
 
 def merge_evidence(sheet: Sheet, verifications: Mapping[str, Verification]) -> Sheet:
-    """Return the sheet updated with verification results: confirmed, contradicted and newly answered claims."""
+    """Return the sheet with verification results merged: confirmed, contradicted and newly answered claims."""
     for file, verification in verifications.items():
         # Virtual devices enforce the sheet itself, so they cannot confirm it.
         if verification.device != sheet.name or verification.virtual:

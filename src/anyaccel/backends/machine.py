@@ -1,4 +1,4 @@
-"""Machine descriptions as plain data, used to determine which devices are available."""
+"""Machine descriptions as plain data, from which device availability is determined."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _can_find(module: str) -> bool:
 
 
 def _is_translated() -> bool:
-    """Return whether this is an x86_64 Python on Apple silicon (under Rosetta), which cannot use MPS."""
+    """Return whether this is x86_64 Python running under Rosetta on Apple silicon, where MPS is not available."""
     if platform.system() != "Darwin" or platform.machine() != "x86_64":
         return False
     process = subprocess.run(["sysctl", "-n", "sysctl.proc_translated"], capture_output=True, text=True, check=False)

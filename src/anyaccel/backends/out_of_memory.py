@@ -1,4 +1,4 @@
-"""Detection of out-of-memory errors from all vendors' software."""
+"""Detection of out-of-memory errors raised by any vendor's software."""
 
 from __future__ import annotations
 

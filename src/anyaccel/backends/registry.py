@@ -41,7 +41,7 @@ class Backend:
 
     @property
     def name(self) -> str:
-        """The device name that users write."""
+        """The device name that users specify."""
         return self.sheet.name
 
     @property
@@ -59,7 +59,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class BrokenPlugin:
-    """A plugin that failed to load; it is listed, and other backends are not affected."""
+    """A plugin that failed to load; it is still listed, and other backends are not affected."""
 
     name: str
     origin: str
@@ -68,7 +68,7 @@ class BrokenPlugin:
 
 @dataclass(frozen=True)
 class Registry:
-    """All backends by name, the plugins that failed to load, and the names that several plugins claim."""
+    """All backends by name, the plugins that failed to load, and the names claimed by more than one plugin."""
 
     backends: dict[str, Backend] = field(default_factory=dict)
     broken: tuple[BrokenPlugin, ...] = ()
@@ -79,7 +79,7 @@ class Registry:
         return [sheet.name for backend in self.backends.values() for sheet in backend.sheets]
 
     def find_name(self, word: str, given_by: str = "") -> tuple[str, str | None]:
-        """Return the device name, and the product if `word` names one: `("hpu", "gaudi2")` for `gaudi2`."""
+        """Return the device name, and the product if `word` is one: `("hpu", "gaudi2")` for `gaudi2`."""
         sheets = [sheet for backend in self.backends.values() for sheet in backend.sheets]
         # Device names win over aliases and products of other sheets, which plugins may define.
         for sheet in sheets if word not in self.names() else ():
@@ -91,7 +91,7 @@ class Registry:
         return word, None
 
     def list_products(self, name: str) -> list[str]:
-        """Return the product names on the sheet with this name."""
+        """Return the names of the products on the sheet with this name."""
         sheet = next(sheet for sheet in self.backend(name).sheets if sheet.name == name)
         return [product.name.lower() for product in sheet.products]
 
@@ -122,7 +122,7 @@ class Registry:
         return nearest(word, self.names(), also=others)
 
     def check_conflicts(self) -> None:
-        """Raise if several plugins claim the same name."""
+        """Raise if several plugins claim the same device name."""
         for name in self.conflicts:
             self._check_conflict(name)
 
@@ -137,7 +137,7 @@ class Registry:
 
 @functools.cache
 def load_registry() -> Registry:
-    """Return the registry of this process."""
+    """Return this process's registry."""
     return build_registry(importlib.metadata.entry_points(group=GROUP))
 
 
@@ -211,7 +211,7 @@ def _find_problem(loaded: object, where: str) -> str:
 
 
 def probe_sheet(sheet: Sheet) -> None:
-    """Evaluate all conditions and patterns in a sheet, so errors surface when the plugin is loaded."""
+    """Evaluate all conditions and patterns in a sheet, so that errors surface when the plugin is loaded."""
     machine = Machine(system="", architecture="", versions={"torch": "1.0", "python": "1.0", "macos": "1.0"})
     sheet.on(versions=machine.versions)
     for requirement in sheet.requirements:

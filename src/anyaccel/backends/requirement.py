@@ -38,10 +38,10 @@ class Requirement(Claim, ABC):
 
     @abstractmethod
     def unmet(self, machine: Machine) -> str | None:
-        """Return why a machine does not meet the requirement, such as `requires macOS, not Linux`, or None."""
+        """Return why a machine does not meet the requirement, such as `requires macOS, not Linux`; None if it does."""
 
     def advice(self, machine: Machine) -> str | None:
-        """Return a recommendation for a machine that already meets the requirement, or None."""
+        """Return a recommendation for a machine that already meets the requirement, or None if there is none."""
         return None
 
 
@@ -64,7 +64,7 @@ class SystemIs(Requirement):
 
 @dataclass(frozen=True, kw_only=True)
 class ArchitectureIs(Requirement):
-    """A required Python interpreter architecture; under Rosetta, it differs from the machine architecture."""
+    """A required architecture of the Python interpreter, which under Rosetta differs from the machine's."""
 
     architectures: tuple[str, ...]
 
@@ -130,7 +130,7 @@ class ModuleFound(Requirement):
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltFor(Requirement):
-    """A required torch build for the device."""
+    """A requirement that torch was built for the device."""
 
     builds: tuple[str, ...]
     """Attributes of `torch.version`, one of which must be set: `("cuda", "hip")`."""

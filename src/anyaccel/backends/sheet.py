@@ -36,7 +36,7 @@ _UNKNOWN_MEMORY = Unknown(says="No figure for the memory reserved by the driver 
 
 @dataclass(frozen=True, kw_only=True)
 class DtypeOrder(Claim):
-    """The dtypes to run a model in, in order of preference."""
+    """The dtypes in which to run a model, in order of preference."""
 
     order: tuple[str, ...]
 
@@ -151,7 +151,7 @@ class Speedup(Claim):
 
 @dataclass(frozen=True, kw_only=True)
 class Product(Claim):
-    """One hardware product; figures are per torch device."""
+    """One hardware product; its figures are per torch device."""
 
     name: str
     """Lower case, as on the command line: `gaudi2`."""
@@ -246,7 +246,7 @@ class Sheet:
 
     @property
     def rng_on_device(self) -> bool:
-        """Whether a source confirms random number generation on the device; otherwise, the CPU is used."""
+        """Whether a source confirms random number generation on the device; if not, the CPU is used."""
         # Unknown counts as no: drawing on the CPU is always correct.
         return isinstance(self.random_numbers, Yes)
 
@@ -267,7 +267,7 @@ class Sheet:
         return isinstance(self.training, Yes)
 
     def dtype(self, name: str) -> Answer:
-        """Return the claim about a dtype; `Unknown` for a dtype that sheets do not cover."""
+        """Return the claim about a dtype, or an `Unknown` if sheets do not cover it."""
         answer: Answer = getattr(self.dtypes, name, Unknown(says=f"sheets do not cover {name}"))
         return answer
 
@@ -314,11 +314,11 @@ class Sheet:
         return replace(self, **{name: _replace_claims(name, value, changes) for name, value in values.items()})
 
     def limits(self, kind: type[LimitT]) -> dict[str, LimitT]:
-        """Return all limits of the given class, by name; `sheet.limits(Limit)` returns every limit."""
+        """Return all limits of the given class, keyed by name; `sheet.limits(Limit)` returns every limit."""
         return {name: claim for name, claim in self.claims() if isinstance(claim, kind)}
 
     def on(self, product: str | None = None, versions: Mapping[str, str] | None = None) -> Sheet:
-        """Return a copy of the sheet with all conditions resolved that depend on the given product and versions.
+        """Return a copy of the sheet with the conditions that the given product and versions determine resolved.
 
         >>> anyaccel.sheet("hpu").on(product="gaudi2").dtype("float16")  # doctest: +SKIP
         Yes(…)
@@ -330,7 +330,7 @@ class Sheet:
 
 
 def _lacks(answer: Answer) -> bool:
-    """Return whether a feature definitely fails: False if the answer is unknown, conditional or only slow."""
+    """Return whether a feature is known to fail; False if the answer is unknown, conditional or only slow."""
     return isinstance(answer, Limit) and not answer.conditional and answer.effect != "slow"
 
 

@@ -66,7 +66,7 @@ _IDENTIFIER_FIELDS = ("dtypes", "variables", "operations", "quirks")
 
 @dataclass(frozen=True)
 class SheetRow:
-    """One claim as text."""
+    """One claim, formatted as text."""
 
     subject: str
     verdict: str
@@ -170,7 +170,7 @@ def _product_verdict(product: Product) -> str:
 
 
 def _format_power(amount: int) -> str:
-    """Format an integer as a power of two: `2**32` for both 4294967296 and 4294967295."""
+    """Format an integer, as a power of two if it or its successor is one: `2**32` for 4294967295."""
     # Limits are documented both as 2**32 and as the largest value below it.
     for value in (amount, amount + 1):
         if value > 0 and value & (value - 1) == 0:

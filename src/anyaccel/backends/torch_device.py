@@ -1,4 +1,4 @@
-"""Device type checks."""
+"""Checks of a device's type."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def is_host(device: torch.device | str) -> bool:
 
 
 def is_on(device: torch.device | str, kind: str) -> bool:
-    """Return whether a device has the given type: `is_on(tensor.device, "cuda")`; accepts strings such as `cuda:1`."""
+    """Return whether a device is of the given type: `is_on(tensor.device, "cuda")`; `cuda:1` is also accepted."""
     # Not torch.device(device): torch rejects types of plugins that are not imported.
     return (device.partition(":")[0] if isinstance(device, str) else device.type) == kind

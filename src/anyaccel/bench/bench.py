@@ -38,7 +38,7 @@ class _Variant:
         return self.receive()
 
     def receive(self) -> dict[str, Any]:
-        """Return the worker's next answer; an answer that contains an `error` becomes the variant's row."""
+        """Return the worker's next answer; if it contains an `error`, store it as the variant's result row."""
         try:
             answer: dict[str, Any] = self.worker.receive()
         except EOFError:
@@ -55,10 +55,10 @@ class _Variant:
 
 
 def run_bench(case: BenchCase, *, rounds: int = 5, on_progress: ProgressCallback = lambda text: None) -> dict[str, Any]:
-    """Benchmark one case and return its row: the results of each variant and their speedups.
+    """Benchmark one case and return its row: the results of each variant and the speedups.
 
-    The results are the median time, the spread, the peak memory and the time of the first image. Raises if a variant
-    fails; `run_together` measures the remaining variants instead.
+    The results are the median time, the spread, the peak memory and the time to generate the first image.
+    Raises if a variant fails; `run_together` measures the remaining variants instead.
     """
     [row] = run_together([case], rounds=rounds, concurrent_warmup=False, on_progress=on_progress)
     for result in (row, *row.get("variants", {}).values()):

@@ -49,7 +49,7 @@ def _load(case: BenchCase) -> Any:
 
 
 def _make_random(case: BenchCase, device: torch.device) -> Any:
-    """Create a pipeline from config files, with random weights and only a denoiser, autoencoder and scheduler."""
+    """Create a pipeline with random weights from config files: only a denoiser, an autoencoder and a scheduler."""
     import diffusers
 
     library: Any = diffusers
@@ -98,7 +98,7 @@ def make_call(case: BenchCase, pipe: Any) -> dict[str, Any]:
 
 @contextmanager
 def drawing_in_float32() -> Iterator[None]:
-    """Draw half-precision noise in float32 within the `with` block, as anyaccel does.
+    """Draw half-precision noise in float32 inside the `with` block, as anyaccel does.
 
     Otherwise, torch draws different values from the same seed, and the images cannot be compared.
     """

@@ -44,7 +44,7 @@ class _BenchWorker:
         return output, time.perf_counter() - start
 
     def warm_up(self, images: int) -> dict[str, Any]:
-        """Generate `images` warmup images, save the last one for comparison, and return the time of the first."""
+        """Generate `images` warmup images, save the last one for comparison, and return the first one's time."""
         import numpy
 
         # Read right after the first image, so that the compile times explain its time.
@@ -87,7 +87,10 @@ class _BenchWorker:
         return None
 
     def _profile(self) -> dict[str, Any] | None:
-        """Profile one image and return its kernels, or None if torch's profiler does not support the device."""
+        """Profile the generation of one image and return its kernels.
+
+        Return None if torch's profiler does not support the device.
+        """
         from torch.profiler import ProfilerActivity, profile
 
         activity = getattr(ProfilerActivity, self.opened.sheet.torch_name.upper(), None)
@@ -106,7 +109,7 @@ class _BenchWorker:
 
 
 def _read_compile_times() -> dict[str, float]:
-    """Return the compile times that torch reports for each phase, longest first; phases may be nested."""
+    """Return the compile time that torch reports for each phase, longest first; phases may be nested."""
     from anyaccel.upstream.torch_internals import read_compile_times_s
 
     totals = {name: round(sum(times), 2) for name, times in read_compile_times_s().items()}

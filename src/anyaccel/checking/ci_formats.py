@@ -20,7 +20,7 @@ _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def as_github(report: Report) -> Iterator[str]:
-    """Yield one workflow command per line of code, which GitHub displays as an annotation."""
+    """Yield one GitHub workflow command per line of code; GitHub displays it as an annotation."""
     for device, violation in _unique_lines(report):
         message = f"{_label(device)}: {violation.says}"
         if violation.hint:
@@ -59,7 +59,7 @@ def _label(device: DeviceReport) -> str:
 
 
 def _escape(text: str, extra: str = "") -> str:
-    """Escape a value for a GitHub workflow command; in properties, commas and colons are escaped too (`extra`)."""
+    """Escape a value for a GitHub workflow command; `extra` contains additional characters to escape."""
     # GitHub does not document the escapes: https://github.com/github/docs/issues/11713. The percent sign comes first,
     # because each later replacement inserts one.
     for character in f"%\r\n{extra}":

@@ -1,6 +1,6 @@
 """Checks in a new process, for callers in which torch has already started threads.
 
-A fork of such a process can deadlock, because the OpenMP threads that the child waits for do not exist in it:
+A fork of such a process can deadlock, because the child waits for OpenMP threads that fork does not copy:
 https://github.com/pytorch/pytorch/issues/17199 (observed with torch 2.13).
 """
 

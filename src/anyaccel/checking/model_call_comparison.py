@@ -45,7 +45,7 @@ class Comparison:
 
 @contextmanager
 def recording(pipe: Any) -> Iterator[list[RecordedCall]]:
-    """Record every model call of a pipeline, in order."""
+    """Record every model call of a pipeline, in order, inside the `with` block."""
     calls: list[RecordedCall] = []
 
     def record(name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,7 +155,10 @@ def _copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _replace_tensors(value: Any, recorded: tuple[torch.Tensor, ...]) -> Any | None:
-    """Return the arguments with the recorded values in the original dtypes and devices, or None if shapes differ."""
+    """Return the arguments with the recorded values, cast to the original dtypes and devices.
+
+    Return None if the shapes differ.
+    """
     own = list(find_tensors(value))
     if [tensor.shape for tensor in own] != [tensor.shape for tensor in recorded]:
         return None

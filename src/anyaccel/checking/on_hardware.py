@@ -167,7 +167,7 @@ def _summarize(comparisons: list[Comparison], tolerance: float) -> Iterator[Comp
 
 
 def describe_hardware_report(report: HardwareReport) -> Iterator[str]:
-    """Yield the lines of the report: the verdict, one row per component, and the first wrong component."""
+    """Yield the lines of the report: the verdict, one row per component, and the first incorrect component."""
     kind = "virtual" if report.virtual else "hardware"
     verdict = "right" if report.right else "silently wrong"
     yield f"{report.target} ({report.pipeline}) on {report.device} ({kind}), {report.dtype}: {verdict}"

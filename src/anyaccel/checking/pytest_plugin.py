@@ -68,7 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Activate the device before pytest imports the suite."""
+    """Activate the device before pytest imports the test suite."""
     name = early_config.known_args_namespace.accelerator
     if name:
         if early_config.known_args_namespace.accelerator_real:

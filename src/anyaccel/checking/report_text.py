@@ -35,7 +35,7 @@ def describe_report(report: Report, width: int | None = None) -> Iterator[str]:
 
 
 def describe_verdict(report: DeviceReport) -> str:
-    """Return a short verdict: `passes`, `would fail: 4 errors`."""
+    """Return a short verdict, such as `passes` or `would fail: 4 errors`."""
     if not report.finished:
         return f"would fail: {report.error}"
     if not report.runs:

@@ -88,7 +88,7 @@ def run_on_cpu(recipes: Sequence[Recipe]) -> dict[str, Any]:
 
 
 def _run_reference(recipe: Recipe) -> Any:
-    """Run a pipeline on the CPU; raise an error if it fails, because the failure is then not device-specific."""
+    """Run a pipeline on the CPU; raise if it fails, because the failure is then not specific to a device."""
     try:
         return run(recipe, recipe.make())
     except AnyaccelError as error:
@@ -172,7 +172,7 @@ def _average_per_step(by_step: dict[int | None, int]) -> float:
 
 
 def _is_ours(row: LedgerRow) -> bool:
-    """Return whether the line belongs to anyaccel, such as the copy of the final image to the CPU."""
+    """Return whether a ledger row refers to anyaccel's own code, such as copying the final image to the CPU."""
     return Path(row.file).is_absolute() and Path(row.file).is_relative_to(_PACKAGE)
 
 

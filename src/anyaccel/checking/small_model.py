@@ -60,7 +60,10 @@ def _describe_substitutes(folder: ModelFolder, base: Recipe) -> list[str]:
 
 
 def _make_components(folder: ModelFolder, base: Recipe) -> dict[str, Any]:
-    """Return the components and the pipeline options. Models of the recipe's classes are rebuilt from configs."""
+    """Return the components and the pipeline options.
+
+    Models whose class matches the recipe's are rebuilt from their configs.
+    """
     tiny: Any = base.make()
     components = dict(tiny.components)
     # Options such as `is_distilled` are in model_index.json next to the components.
@@ -89,7 +92,7 @@ def _rebuild(tiny: Any, config: Mapping[str, Any]) -> Any:
 
 
 def merge_config(model: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's strings, booleans and floats with the tiny config's integers.
+    """Merge two configs: strings, booleans and floats from the model, and integers from the tiny config.
 
     Lists keep the model's length: a model with four levels still has four levels.
     """

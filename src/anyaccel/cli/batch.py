@@ -1,4 +1,4 @@
-"""`anyaccel batch INPUT.jsonl --out DIR`: a resumable run on all devices that generates one image per row."""
+"""`anyaccel batch INPUT.jsonl --out DIR`: generates one image per row on all devices, and can be resumed."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def _read_checkpoint(
 
 
 def _lock_checkpoint(checkpoint: Path | None) -> AbstractContextManager[object]:
-    """Prevent another process from writing to the same checkpoint within the with block."""
+    """Prevent other processes from writing to the same checkpoint inside the `with` block."""
     if checkpoint is None:
         return nullcontext()
     # The lock file is never removed: a process that has just opened it would lock an unlinked file, and a third

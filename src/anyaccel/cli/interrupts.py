@@ -24,7 +24,7 @@ INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 @contextmanager
 def cleanup_on_exit() -> Iterator[Display]:
-    """Provide a display within the with block. SIGTERM raises an exception like Ctrl-C, so cleanup code runs."""
+    """Provide a display inside the `with` block; SIGTERM raises an exception, so that cleanup code runs."""
     display = Display()
     try:
         with raising_on_sigterm():
@@ -53,12 +53,12 @@ class Interruption:
         self._deferred_signal: int | None = None
 
     def handling(self) -> AbstractContextManager[None]:
-        """Handle SIGINT and SIGTERM within the with block."""
+        """Handle SIGINT and SIGTERM inside the `with` block."""
         return handling_signals(self._on_signal, signal.SIGINT, signal.SIGTERM)
 
     @contextmanager
     def at_steps(self) -> Iterator[None]:
-        """Defer the first Ctrl-C within the with block to the next `check`, or else to the end of the block."""
+        """Defer the first Ctrl-C inside the `with` block to the next `check`, or to the end of the block."""
         self._between_steps = True
         try:
             yield
@@ -73,7 +73,7 @@ class Interruption:
 
     @contextmanager
     def after_file(self) -> Iterator[None]:
-        """Defer signals until the end of a with block that writes a file."""
+        """Defer signals until the end of a `with` block that writes a file."""
         self._writing_file = True
         try:
             yield

@@ -49,7 +49,7 @@ class Display(ProgressListener):
         self.print_line(f"warning: {text}")
 
     def on_start(self, done: int, total: int) -> None:
-        """Print the number of rows and the number that an earlier run finished."""
+        """Print the total number of rows and how many of them an earlier run finished."""
         self.done, self.total = done, total
         self.print_line(f"{total} row{'s' * (total > 1)}{f', {done} already finished' if done else ''}")
 
@@ -74,7 +74,7 @@ class Display(ProgressListener):
         self._update_bar(f"{self._phase}: {text}", done, total)
 
     def show_stopping(self) -> None:
-        """Show that the run stops after the current step."""
+        """Show that the run will stop after the current step."""
         # Runs in a signal handler. Printing could re-enter a stream that is being written; the bar redraws in a thread.
         if self._bar is not None:
             self._bar.update(self._task, description="Stopping after this step; press Ctrl-C again to stop immediately")

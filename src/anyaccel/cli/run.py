@@ -1,4 +1,4 @@
-"""`anyaccel run SCRIPT.py`: run a CUDA script unmodified on another device."""
+"""`anyaccel run SCRIPT.py`: runs an unmodified CUDA script on another device."""
 
 from __future__ import annotations
 

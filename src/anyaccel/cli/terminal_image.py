@@ -192,7 +192,7 @@ def _encode_band(band: npt.NDArray[np.uint8]) -> Iterator[str]:
 
 
 def encode_blocks(image: Image.Image, columns: int, rows: int, *, true_color: bool) -> str:
-    """Encode an image as half blocks: the foreground color is the upper pixel, the background color the lower one."""
+    """Encode an image as half blocks, with the upper pixel as foreground and the lower one as background color."""
     import numpy as np
 
     scale = min(columns / image.width, 2 * rows / image.height)

@@ -33,7 +33,7 @@ _MAX_PIPELINE_LINES = 12
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """Options of a verification."""
+    """Options for a verification."""
 
     pipelines: str = "few"
     quick: bool = False

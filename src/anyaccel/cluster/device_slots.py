@@ -17,7 +17,7 @@ __all__ = ["DeviceSlots", "check_workers", "claim_device", "find_device_slots", 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSlots:
-    """Devices with the same name that are available to workers."""
+    """Devices of one type that are available to workers."""
 
     device: str
     """Device argument of the workers."""
@@ -33,10 +33,10 @@ class DeviceSlots:
 
 
 def find_device_slots(device: str) -> DeviceSlots:
-    """Find the devices on this machine.
+    """Find the available devices of the given type on this machine.
 
-    Detection usually runs in a short-lived process, because some devices can be used only by the first process
-    that opens them.
+    Detection usually runs in a short-lived process, because some devices can be used only by the first
+    process that opens them.
     """
     from anyaccel.backends.device import read_device, sheet
     from anyaccel.backends.device_spec import AUTO
@@ -82,7 +82,7 @@ def _detect_slots(device: str) -> DeviceSlots:
 
 
 def slots_from_name(device: str) -> DeviceSlots:
-    """Return the slots that a device name describes, without checking whether the cluster has such devices."""
+    """Return the slots described by a device name, without checking whether the cluster has such devices."""
     from anyaccel.backends.device import read_device, sheet
 
     spec = read_device(device)
@@ -125,7 +125,7 @@ def check_workers(slots: DeviceSlots, requested: int | None) -> int:
 
 
 def share_threads(workers: int) -> int | None:
-    """Return the number of CPU threads per worker, or None for torch's default."""
+    """Return the number of CPU threads per worker, or None to use PyTorch's default."""
     return max(1, _count_cores() // workers) if workers > 1 else None
 
 

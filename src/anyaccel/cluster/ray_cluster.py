@@ -1,4 +1,4 @@
-"""Connection to a Ray cluster, and its device count.
+"""Functions that connect to a Ray cluster and count its devices.
 
 Ray is an optional dependency, so it is imported only when connecting to a cluster.
 """
@@ -95,7 +95,7 @@ def resources_for(sheet: Sheet, virtual: bool) -> dict[str, Any]:
 
 
 def count_slots(sheet: Sheet, virtual: bool) -> int:
-    """Count the cluster's slots for a device: one per real device or CPU core, four per core if it is virtual."""
+    """Count the cluster's slots for a device: one per real device or CPU core, or four per core if virtual."""
     name, amount = _ray_resource(sheet, virtual)
     # Per node, since one worker cannot use the remainders of two machines.
     nodes = [node["Resources"] for node in import_ray().nodes() if node["Alive"]]
@@ -172,9 +172,10 @@ _INIT_OPTIONS: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver"
 
 
 def _check_reachable(address: str) -> None:
-    """Raise within seconds if no Ray cluster is reachable at an address.
+    """Raise within a few seconds if no Ray cluster is reachable at an address.
 
-    Ray itself retries for a minute and then terminates the process: https://github.com/ray-project/ray/issues/28372
+    Ray itself retries for a minute and then terminates the process:
+    https://github.com/ray-project/ray/issues/28372
     """
     if "://" in address:
         raise UsageError(

@@ -92,9 +92,9 @@ def run_ranks(command: Sequence[str], ranks: int, options: Mapping[str, Any]) ->
 
 
 def _wait(ray: Any, pending: dict[Any, int]) -> list[RankResult]:
-    """Wait for all ranks and return their results, but stop as soon as one rank fails.
+    """Wait for all ranks and return their results, but stop waiting as soon as one rank fails.
 
-    The remaining ranks would wait for the failed one forever.
+    The remaining ranks would otherwise wait forever for the failed one.
     """
     results: list[RankResult] = []
     while pending:

@@ -93,12 +93,12 @@ class CudaModuleProxy:
         return (self._migration.device.index or 0) - (self._migration.first.index or 0)
 
     def set_device(self, device: Any) -> None:
-        """Set the current device, which `cuda` without an index is mapped to."""
+        """Set the current device, to which `cuda` without an index is mapped."""
         self._migration.device = self._migration.translate(device, "set_device")
 
     @contextmanager
     def device(self, device: Any = None) -> Iterator[None]:
-        """Set the current device within the with block."""
+        """Set the current device inside the `with` block."""
         before = self._migration.device
         # Like torch, ignore None and negative indices.
         ignored = device < 0 if isinstance(device, int) else device is None or is_host(device)
@@ -111,7 +111,7 @@ class CudaModuleProxy:
 
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        """Run the with block without switching streams, because the device has only one stream."""
+        """Run the `with` block without switching streams, because the device has only one stream."""
         yield
 
     def synchronize(self, device: Any = None) -> None:
@@ -123,11 +123,11 @@ class CudaModuleProxy:
         self._driver.empty_cache()
 
     def get_device_name(self, device: Any = None) -> str:
-        """Return the device's name."""
+        """Return the name of the device."""
         return self._driver.device_name(self._index(device))
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
-        """Return (0, 0), the lowest compute capability, so scripts skip CUDA-specific features."""
+        """Return (0, 0), the lowest compute capability, so that scripts skip CUDA-specific features."""
         self._migration.note("get_device_capability returned (0, 0): the device has no CUDA compute capability")
         return (0, 0)
 
@@ -156,7 +156,7 @@ class CudaModuleProxy:
         self._driver.manual_seed(int(seed))
 
     def seed(self) -> None:
-        """Seed the generators with a random seed."""
+        """Seed the CPU generator and the device's generator with a random seed."""
         self._driver.manual_seed(torch.seed() % 2**63)
 
     seed_all = seed
@@ -175,7 +175,7 @@ class CudaModuleProxy:
         torch.set_rng_state(state)
 
     def get_rng_state_all(self) -> list[torch.Tensor]:
-        """Return the CPU's RNG state, once per device."""
+        """Return a list with one copy of the CPU's RNG state for each device."""
         return [torch.get_rng_state()] * self.device_count()
 
     def set_rng_state_all(self, states: Any) -> None:

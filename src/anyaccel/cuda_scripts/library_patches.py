@@ -1,7 +1,7 @@
-"""Patches for diffusers, transformers and safetensors that translate a script's device.
+"""Patches for diffusers, transformers and safetensors that map the devices in a script's calls.
 
-Each library is patched when the script imports it, not earlier: libraries read environment variables at import
-time, and a script may set them first.
+Each library is patched only when the script imports it: libraries read environment variables at import
+time, and a script may set those variables first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _XFORMERS = "enable_xformers_memory_efficient_attention is ignored: xformers req
 
 
 def install_library_patches(migration: Migration) -> None:
-    """Patch the libraries that are already imported, and the others as soon as they are imported."""
+    """Patch the libraries that are already imported, and patch the others as soon as they are imported."""
     patches: dict[str, ModulePatch] = {
         "diffusers.pipelines.pipeline_utils": _patch_pipelines,
         "diffusers.pipelines.auto_pipeline": _patch_auto_pipelines,
@@ -163,7 +163,7 @@ def _ignore_xformers(cls: Any, migration: Migration) -> None:
 
 
 def _patch_to(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """Make `pipe.to("cuda")` place the pipeline; calls that do not name an accelerator are unchanged."""
+    """Make `pipe.to("cuda")` place the pipeline; leave calls that do not name an accelerator unchanged."""
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         from anyaccel.runtime.pipeline import Portable  # here: it imports diffusers, which the script may configure
@@ -179,7 +179,7 @@ def _patch_to(before: Callable[..., Any], migration: Migration) -> Callable[...,
 
 
 def _is_accelerator(value: Any, migration: Migration) -> bool:
-    """Return whether a value is the accelerator: `cuda`, an index, or the actual device type."""
+    """Return whether a value refers to the accelerator: `cuda`, an index, or the actual device type."""
     # bool is an int: `device=True` is not an index.
     if isinstance(value, int) and not isinstance(value, bool):
         return True
@@ -223,7 +223,7 @@ def _find_target(gpu_id: int | None, device: Any, call: str, migration: Migratio
 
 
 def _patch_offload(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """Make the pipeline portable before offloading, so anyaccel plans it for the actual device."""
+    """Make the pipeline portable before offloading, so that anyaccel plans it for the actual device."""
 
     def enable(self: Any, gpu_id: int | None = None, device: Any = None) -> None:
         from anyaccel.runtime.pipeline import Portable, make_portable
@@ -246,7 +246,7 @@ def _patch_offload(before: Callable[..., Any], migration: Migration) -> Callable
 
 
 def _patch_group_offload(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """Translate the device argument for group offloading and place the pipeline."""
+    """Translate the device argument of the group offloading call and place the pipeline."""
 
     def enable(self: Any, onload_device: Any, *args: Any, use_stream: bool = False, **kwargs: Any) -> None:
         from anyaccel.runtime.pipeline import make_portable

@@ -32,7 +32,7 @@ _DEVICE_AWARE = frozenset(
 
 @dataclass(frozen=True, order=True)
 class ScriptLine:
-    """A line in a script or in a module next to it."""
+    """A source line in a script or in one of its modules."""
 
     file: str
     line: int
@@ -57,7 +57,7 @@ def read_site(depth: int = 1) -> ScriptLine | None:
 
 @dataclass
 class Migration:
-    """The device that `cuda` is mapped to, and a record of the mapped calls."""
+    """The device that `cuda` is mapped to, with a record of the mapped calls."""
 
     opened: OpenDevice
     device: torch.device = field(init=False)
@@ -83,7 +83,7 @@ class Migration:
 
     @property
     def title(self) -> str:
-        """The device name for messages: `neuron:0 (virtual)`."""
+        """The device name for messages, such as `neuron:0 (virtual)`."""
         virtual = find_device(self.opened.sheet.name).virtual
         return f"{self.first}{' (virtual)' if virtual else ''}"
 
@@ -128,7 +128,7 @@ class Migration:
         return torch.device(self.first.type, absolute)
 
     def record(self, call: str) -> None:
-        """Record a mapped call with its line in the script."""
+        """Record a mapped call with the script line that made it."""
         site = read_site()
         if site is not None:
             self.sites.setdefault(site, {})[call] = None

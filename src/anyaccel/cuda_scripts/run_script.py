@@ -97,7 +97,7 @@ def _read_code(path: str) -> bytes:
 
 
 def _execute(source: bytes, path: str) -> None:
-    """Run the script as `__main__`, and keep that module for threads, pickle and atexit handlers."""
+    """Run the script as `__main__`, and keep that module alive for threads, pickle and atexit handlers."""
     module = ModuleType("__main__")
     file = os.path.abspath(path)
     vars(module).update({"__file__": file, "__builtins__": __builtins__, "__cached__": None})
@@ -115,7 +115,7 @@ def _print_traceback(error: BaseException, path: str) -> None:
 
 
 def _wait_for_threads() -> None:
-    """Wait for the script's threads, as Python does at exit, so the summary includes their calls."""
+    """Wait for the script's threads, as Python does at exit, so that the summary includes their calls."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()

@@ -68,12 +68,12 @@ class ScriptFunctionMode(PipelineFunctionMode):
     def _translate_keyword(
         self, func: Any, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[Any, tuple[Any, ...], Kwargs]:
-        """Translate a `device` keyword: `torch.zeros(…, device=…)`."""
+        """Translate the `device` keyword argument, as in `torch.zeros(…, device=…)`."""
         device = self.migration.translate(kwargs.get("device"), getattr(func, "__name__", "device="))
         return func, args, {**kwargs, "device": device}
 
     def _translate_to(self, func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[Any, tuple[Any, ...], Kwargs]:
-        """Translate `tensor.to(…)`: the device is the first argument or a keyword."""
+        """Translate the device in `tensor.to(…)`, which is the first argument or a keyword argument."""
         if len(args) > 1:
             args = (args[0], self.migration.translate(args[1], "to"), *args[2:])
         if kwargs.get("device") is not None:
@@ -92,7 +92,7 @@ class ScriptFunctionMode(PipelineFunctionMode):
         return Tensor.to, (args[0], device), kwargs
 
     def _is_on_accelerator(self, tensor: Any, frame: Any) -> bool:
-        """Return a script's `tensor.is_cuda`: True if the tensor is on the accelerator. Libraries always see False."""
+        """Return the value of `tensor.is_cuda`: for scripts, whether the tensor is on the accelerator; else False."""
         return not is_device_aware_library(frame) and is_on(tensor.device, self.migration.device.type)
 
     def _pin(self, func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
@@ -105,7 +105,7 @@ class ScriptFunctionMode(PipelineFunctionMode):
 
 
 def install_function_mode(migration: Migration) -> ScriptFunctionMode:
-    """Enter the mode in this thread and in every thread started from now on."""
+    """Enter the mode in this thread and in every thread that is started later."""
     mode = make_pipeline_function_mode(migration.make_plan(), migration.device)
     for name in _BUILDERS:
         apply_patch(f"torch.{name}", lambda build: _translate_builder(build, migration), "scripts")
@@ -133,7 +133,7 @@ def install_function_mode(migration: Migration) -> ScriptFunctionMode:
 
 
 def _draw_on_device(handler: Handler) -> Handler:
-    """Apply the handler only to random draws on the device; draws on the CPU, such as a pipeline's, are unchanged."""
+    """Apply the handler only to random draws on the device; leave draws on the CPU unchanged."""
 
     def draw(func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         device = kwargs.get("device") or next((value.device for value in args if isinstance(value, Tensor)), None)
@@ -144,7 +144,7 @@ def _draw_on_device(handler: Handler) -> Handler:
 
 
 def _ignore_stream(self: Tensor, stream: Any) -> None:
-    """Ignore the stream: there is only one, so memory is never reused too early."""
+    """Ignore the stream: the device has only one, so memory is never reused too early."""
 
 
 def _translate_builder(build: Callable[..., Any], migration: Migration) -> Callable[..., Any]:

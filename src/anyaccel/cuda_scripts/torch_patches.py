@@ -30,7 +30,7 @@ def install_torch_patches(migration: Migration) -> None:
 
 
 def _use_cpu_generator(original: Any, migration: Migration) -> Any:
-    """Make `torch.Generator("cuda")` a CPU generator, so a seed produces the same noise on every device."""
+    """Make `torch.Generator("cuda")` a CPU generator, so that a seed produces the same noise on every device."""
 
     def build(device: Any = "cpu") -> Any:
         migration.translate(device, "Generator")
@@ -73,7 +73,7 @@ def _translate_map_location(load: Any, migration: Migration) -> Any:
 
 
 def _choose_backend(original: Any, migration: Migration) -> Any:
-    """Make `torch.compile` use the device's own compiler backend, according to its sheet."""
+    """Make `torch.compile` use the compiler backend that the device's sheet names."""
     rule = migration.make_plan().compiler.value
 
     @functools.wraps(original)

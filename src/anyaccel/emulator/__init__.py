@@ -1,1 +1,1 @@
-"""Virtual accelerators: the limits on a device's sheet, enforced on a CPU."""
+"""Virtual accelerators, which enforce the limits on a device's sheet on a CPU."""

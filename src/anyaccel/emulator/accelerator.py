@@ -54,11 +54,11 @@ class VirtualAccelerator:
         return self.sheet.torch_name
 
     def device(self, index: int | None = None) -> torch.device:
-        """Return the device with the given index, or the current device if it is None."""
+        """Return the device with the given index, or the current device if the index is None."""
         return torch.device(self.name, self.current_index if index is None else index)
 
     def check_index(self, index: int) -> int:
-        """Return the index, or raise the error that torch raises if it is out of range."""
+        """Return the index; if it is out of range, raise the same error as torch."""
         if not 0 <= index < self.count:
             raise RuntimeError(f"{self.name}:{index}: invalid device ordinal; the device count is {self.count}")
         return index

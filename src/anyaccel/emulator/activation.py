@@ -34,11 +34,11 @@ _STARTED: list[VirtualAccelerator] = []
 def virtual(
     name: str, count: int = 1, memory: str | int | None = None, strict: bool = False
 ) -> Iterator[VirtualAccelerator]:
-    """Run a with block with a virtual accelerator: `with anyaccel.virtual("hpu") as v: print(v.ledger)`.
+    """Activate a virtual accelerator inside a `with` block: `with anyaccel.virtual("hpu") as v: …`.
 
-    `memory` is a size (`"16GiB"` or a number of bytes) or a product on the sheet (`"gaudi2"`). Limits are enforced
-    until the block exits; the device type stays registered until the process ends. With `strict`, limits with the
-    effect "error" raise an exception.
+    `memory` is a size (`"16GiB"` or a number of bytes) or a product on the sheet (`"gaudi2"`). Limits are
+    enforced until the block exits; the device type stays registered until the process ends. With `strict`,
+    limits with the effect "error" raise an exception.
     """
     accelerator = start(name, count=count, memory=memory, strict=strict)
     try:

@@ -1,8 +1,8 @@
 """Entry point for torch's device autoloading: `ANYACCEL_VIRTUAL` gives any program a virtual accelerator.
 
-Torch calls it at import (https://docs.pytorch.org/docs/stable/accelerator/autoload.html). If the variable is
-not set, only the standard library is imported. Errors are printed on one line, because an exception would make
-`import torch` fail with a long traceback.
+Torch calls it at import (https://docs.pytorch.org/docs/stable/accelerator/autoload.html). If the variable
+is not set, only standard library modules are imported. Errors are printed on one line, because an
+exception would make `import torch` fail with a long traceback.
 """
 
 from __future__ import annotations

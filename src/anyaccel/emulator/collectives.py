@@ -38,7 +38,7 @@ def install_collectives(accelerator: VirtualAccelerator) -> None:
 
 
 def _replace_builtin_backend(name: str) -> None:
-    """Replace a backend that torch knows by name but was not built with."""
+    """Replace a backend whose name torch knows but which this torch build does not include."""
     module = torch.distributed.distributed_c10d
     # A torch built with the backend would use the real one; only a missing backend is replaced.
     if not getattr(module, f"is_{name}_available", lambda: True)():

@@ -101,7 +101,7 @@ def install_compiler(accelerator: VirtualAccelerator) -> None:
 
 
 def _enforce_static_shapes(original: Any, accelerator: VirtualAccelerator, compiler: Compiler) -> Any:
-    """Return a `torch.compile` wrapper that enforces `dynamic=False` if the backend requires static shapes."""
+    """Return a `torch.compile` wrapper that sets `dynamic=False` if the backend requires static shapes."""
 
     def compile_for_device(model: Any = None, **options: Any) -> Any:
         if options.get("backend") == compiler.backend and not compiler.dynamic:
@@ -136,7 +136,7 @@ def _record_graph(
 
 
 def _format_input(value: Any) -> str:
-    """Return an input's dtype and shape (`float32[1, 4]`) without the device index: all devices share artifacts."""
+    """Return an input as `float32[1, 4]`, without its device index, because all devices share artifacts."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return f"{type(value).__name__}:{value}"

@@ -13,7 +13,7 @@ __all__ = ["install_ordinal_devices"]
 
 
 def install_ordinal_devices(accelerator: VirtualAccelerator) -> None:
-    """Make `torch.device(0)` return the virtual device; other calls are unchanged."""
+    """Make `torch.device(0)` return the virtual device; leave other calls unchanged."""
 
     def replace(original: Any) -> Any:
         def build(*args: Any, **kwargs: Any) -> torch.device:

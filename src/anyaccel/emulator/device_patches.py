@@ -27,7 +27,7 @@ __all__ = ["install_device_patches"]
 
 
 def install_device_patches(accelerator: VirtualAccelerator) -> None:
-    """Apply the emulator's patches; calls for other devices are unchanged."""
+    """Apply the emulator's patches, which leave calls for other devices unchanged."""
     refresh_factories()  # before the patches: torch caches its factory functions by identity
     for name in ("tensor", "as_tensor", "asarray", "kaiser_window"):
         apply_patch(f"torch.{name}", lambda build: _build_on_cpu(build, accelerator), "emulator")
@@ -50,7 +50,7 @@ def _is_virtual(device: Any, accelerator: VirtualAccelerator) -> bool:
 
 
 def _build_on_cpu(build: Callable[..., torch.Tensor], accelerator: VirtualAccelerator) -> Callable[..., torch.Tensor]:
-    """Build the tensor on the CPU, then move it: `torch.tensor([1], device=…)` writes its data before dispatch."""
+    """Build the tensor on the CPU, then move it, because `torch.tensor` writes its data before dispatch."""
 
     @functools.wraps(build)
     def build_and_move(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -79,14 +79,14 @@ def _build_on_cpu(build: Callable[..., torch.Tensor], accelerator: VirtualAccele
 
 
 def _read_scalars(data: Any) -> Any:
-    """Replace device tensors in nested lists with their values; each of them counts as a device-to-CPU read."""
+    """Replace device tensors in nested lists with their values; each one counts as a device-to-CPU read."""
     if isinstance(data, VirtualTensor):
         return data.item() if data.numel() == 1 else data.tolist()
     return [_read_scalars(item) for item in data] if isinstance(data, list | tuple) else data
 
 
 def _build_from_device_scalars(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Support device scalars in `torch.Tensor([x, y])`; each of them counts as a device-to-CPU read."""
+    """Support device scalars in `torch.Tensor([x, y])`; each one counts as a device-to-CPU read."""
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is torch.Tensor and args and isinstance(args[0], list | tuple):
@@ -185,7 +185,7 @@ def _is_pinned(pinned: weakref.WeakSet[torch.UntypedStorage]) -> Callable[..., b
 
 
 def _load_to_device(original: Callable[..., Any], accelerator: VirtualAccelerator) -> Callable[..., Any]:
-    """Make `torch.load(…, map_location=device)` load to the CPU, then move: virtual devices have no storages."""
+    """Make `torch.load` load to the CPU and then move the tensors, because virtual devices have no storages."""
 
     @functools.wraps(original)
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -231,7 +231,7 @@ def _make_accelerator_functions(accelerator: VirtualAccelerator) -> dict[str, An
 
 
 def _load_safetensors(original: Any, accelerator: VirtualAccelerator) -> type:
-    """Return a `safe_open` that loads to the CPU, then moves: safetensors accepts only a fixed list of devices."""
+    """Return a `safe_open` that loads to the CPU and then moves: safetensors accepts only certain devices."""
 
     class SafeOpen:
         """`safetensors.safe_open` with support for the virtual device."""

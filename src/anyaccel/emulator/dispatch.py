@@ -34,7 +34,7 @@ _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 
 
 class _Call:
-    """State of one call: its device, its wrappers by inner tensor, and the CPU tensors among its arguments."""
+    """State of one call: its device, its wrappers keyed by inner tensor, and its CPU tensor arguments."""
 
     def __init__(self, name: str, first_is_virtual: bool) -> None:
         self.name = name
@@ -116,7 +116,7 @@ def _choose_target(accelerator: VirtualAccelerator, call: _Call, kwargs: dict[st
 
 
 def _check_devices(call: _Call, facts: OperationFacts) -> None:
-    """Raise torch's error for CPU tensors in an operation on the device, unless they are zero-dimensional."""
+    """Raise torch's error if an operation on the device has CPU tensor arguments that are not zero-dimensional."""
     if call.device is None:
         return
     # A CPU tensor cannot be indexed by device tensors; the reverse works.
@@ -142,7 +142,7 @@ def _make_device_error(first: torch.device, second: torch.device, name: str) -> 
 def _use_own_generator(
     accelerator: VirtualAccelerator, func: Any, kwargs: dict[str, Any], target: torch.device
 ) -> None:
-    """Draw from the device's generator by default; reject a generator for another device."""
+    """Use the device's generator by default; raise an error for a generator on another device."""
     generator = kwargs.get("generator")
     if generator is None:
         kwargs["generator"] = accelerator.generators[target.index or 0]
@@ -156,9 +156,10 @@ def _use_own_generator(
 def _draw_with_device_state(
     accelerator: VirtualAccelerator, func: Any, args: Any, kwargs: Any, target: torch.device
 ) -> Any:
-    """Run an operation without a generator argument (dropout), which draws from the CPU's default generator.
+    """Run a random operation without a generator argument, such as dropout, with the device's RNG state.
 
-    The CPU generator is set to the device's state for the call, and its own state is restored afterward.
+    The CPU's default generator is set to the device's state for the call, and its own state is restored
+    afterward.
     """
     device_generator, cpu_generator = accelerator.generators[target.index or 0], torch.default_generator
     with _CPU_GENERATOR_LOCK:

@@ -57,7 +57,7 @@ def _rebuild_generator(device: str, state: torch.Tensor) -> torch.Generator:
 
 
 def install_generator(accelerator: VirtualAccelerator) -> None:
-    """Make `torch.Generator("hpu")` return a generator for the virtual device; other calls are unchanged."""
+    """Make `torch.Generator("hpu")` return a generator for the virtual device; leave other calls unchanged."""
 
     def replace(original: Any) -> Any:
         def build(device: Any = "cpu") -> Any:

@@ -59,7 +59,7 @@ class Ledger:
         self._round_trips: Counter[int | None] = Counter()
 
     def record(self, limit: str, effect: Effect, operation: str) -> tuple[str, int]:
-        """Count a hit on the source line that caused it; return the file and line number."""
+        """Count a hit for the source line that caused it; return the file and line number."""
         # Outside the lock: walking the stack is the slow part.
         file, line, step = _find_site(sys._getframe(1))
         key = (limit, effect, operation, file, line)

@@ -26,7 +26,7 @@ _HOST_READS = {"_local_scalar_dense", "equal", "is_nonzero"}  # _local_scalar_de
 
 @dataclass(frozen=True)
 class OperationFacts:
-    """Properties of a torch operation, read from its schema once."""
+    """Properties of a torch operation, read once from its schema."""
 
     name: str
     """`baddbmm`."""

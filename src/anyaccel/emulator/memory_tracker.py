@@ -13,7 +13,7 @@ __all__ = ["MemoryTracker"]
 
 
 class MemoryTracker:
-    """Current and peak bytes per device. A storage shared by multiple views counts once."""
+    """Current and peak bytes in use on each device. A storage shared by multiple views counts once."""
 
     def __init__(self, count: int, capacity_bytes: int | None) -> None:
         self.capacity_bytes = capacity_bytes

@@ -1,4 +1,4 @@
-"""Recurrent cells written with torch operations: torch selects fused cells by device type; the CPU has none."""
+"""Recurrent cells written with torch operations, which replace fused kernels that the CPU does not have."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Virtual accelerators in forked processes.
+"""Execution of functions in forked processes, each with its own virtual accelerator.
 
-A process can have only one virtual accelerator, and a new interpreter takes seconds to import torch. The caller
-therefore imports what it needs once and never starts a virtual device itself; each call forks the caller.
+A process can have only one virtual accelerator, and a new interpreter takes seconds to import torch. The
+caller therefore imports what it needs once and never starts a virtual device itself; each call forks the
+caller.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Stream:
         """Return immediately, because the event is already complete."""
 
     def record_event(self, event: Any = None) -> Any:
-        """Record an event (a new one by default) and return it."""
+        """Record an event and return it; by default, create a new one."""
         event = event or self.event()
         event.record(self)
         return event

@@ -39,7 +39,7 @@ class VirtualTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, device: torch.device | None = None, requires_grad: bool = False) -> Any:
-        """Wrap a CPU tensor and share its storage, so views still alias each other."""
+        """Wrap a CPU tensor and share its storage, so that views still alias each other."""
         # accelerate's offload calls `type(parameter)(data, requires_grad=…)`, without a device.
         if device is None:
             return torch.nn.Parameter(inner, requires_grad)
@@ -77,7 +77,7 @@ class VirtualTensor(torch.Tensor):
         return rebuilt
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Raise TypeError, as on hardware, because NumPy cannot read device memory."""
+        """Raise TypeError, as for tensors on real devices, because NumPy cannot read device memory."""
         if force:
             return self.detach().cpu().numpy()
         raise TypeError(

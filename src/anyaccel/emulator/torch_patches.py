@@ -233,7 +233,7 @@ def apply_patch(name: str, wrap: Wrap, user: str) -> None:
 
 
 def remove_patches(user: str) -> None:
-    """Remove all of a user's layers, and restore the original object of each attribute without layers."""
+    """Remove all of a user's layers, and restore the original of each attribute that has no layers left."""
     for name, replacement in list(_REPLACEMENTS.items()):
         if replacement.layers.pop(user, None) is None:
             continue
@@ -246,7 +246,7 @@ def remove_patches(user: str) -> None:
 
 @contextmanager
 def patched(name: str, wrap: Wrap, user: str) -> Iterator[None]:
-    """Apply a patch within the with block."""
+    """Apply a patch inside the `with` block."""
     apply_patch(name, wrap, user)
     try:
         yield

@@ -16,7 +16,7 @@ __all__ = ["DeviceTarget", "find_device_target"]
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTarget:
-    """Device to explain a model for. It does not have to exist on this machine."""
+    """Device to explain a model for. It does not have to be on this machine."""
 
     name: str
     """Name shown in the plan: `gaudi2`, `mps with 16GiB`, `cuda:0`."""
@@ -104,7 +104,7 @@ def _from_this_machine(spec: DeviceSpec) -> DeviceTarget:
 
 
 def _from_name(name: str) -> DeviceTarget:
-    """Return the smallest product for a device type that is not on this machine."""
+    """Return the target for a device type that is not on this machine: its smallest product."""
     sheet = find_sheet(name)
     products = [product for product in sheet.products if product.memory_bytes is not None and product.native]
     if not products:

@@ -1,4 +1,4 @@
-"""Search for the largest image that fits: interpolation between measured sizes, with bisection as a fallback."""
+"""Search for the largest image size that fits, by interpolating measured sizes, or else by bisection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benefit of multiple devices: weights per rank (tensor parallel) and tokens per rank (context parallel)."""
+"""Benefit of multiple devices: weights per rank (tensor parallelism), tokens per rank (context parallelism)."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _device_counts(target: DeviceTarget) -> list[int]:
 
 
 def _find_obstacle(target: DeviceTarget, facts: PipelineFacts, strategy: SplitStrategy, count: int) -> str | None:
-    """Return why this split is rejected, or None if it is possible."""
+    """Return why this split is not possible, or None if it is."""
     ranks = Ranks(count=count, tensor_types=read_tensor_parallel_devices())
     try:
         choose_parallel(target.sheet, facts, PlacementOptions(parallel=f"{strategy}:{count}"), ranks)

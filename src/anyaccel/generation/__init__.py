@@ -1,1 +1,1 @@
-"""Image generation from prompts; each file stores the metadata to reproduce its image."""
+"""Image generation from prompts; each file stores the metadata needed to reproduce its image."""

@@ -28,7 +28,7 @@ __all__ = ["Result", "Timings", "generate"]
 
 @dataclass(frozen=True)
 class Timings:
-    """Durations in seconds."""
+    """Durations of model loading and image generation, in seconds."""
 
     load_s: float
     """Loading and placing the model; 0 if the model was cached."""
@@ -38,7 +38,7 @@ class Timings:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Result:
-    """Result of `anyaccel.generate`. A notebook displays its images."""
+    """Result of `anyaccel.generate`; notebooks display its images."""
 
     images: list[Image.Image]
     seeds: tuple[int, ...]
@@ -67,7 +67,7 @@ class Result:
         return written
 
     def contact_sheet(self) -> Image.Image:
-        """Return all images on one sheet; a single image is returned unchanged."""
+        """Return a contact sheet of all images; a single image is returned unchanged."""
         return self.images[0] if len(self.images) == 1 else make_contact_sheet(self.images)
 
     def __iter__(self) -> Iterator[Image.Image]:

@@ -57,7 +57,7 @@ def generate_images(
     call: Mapping[str, Any],
     listener: ProgressListener | None = None,
 ) -> list[GeneratedImage]:
-    """Generate one image per prompt in one pipeline call; batched images differ only by rounding error."""
+    """Generate one image per prompt in one pipeline call; results differ from single calls only by rounding."""
     pipe, count = loaded.pipe, len(prompts)
     check_image_call(pipe, call)
     arguments = {"prompt": prompts[0], "seed": seeds[0], **call}

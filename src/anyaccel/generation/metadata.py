@@ -79,7 +79,7 @@ class ImageMetadata:
         return str(DeviceSpec(name=read_device_name(self.device), virtual=self.virtual))
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments to regenerate the image: `anyaccel.generate(**metadata.arguments())`."""
+        """Return the arguments that regenerate the image: `anyaccel.generate(**metadata.arguments())`."""
         if self.unrecorded:
             raise UsageError(
                 f"the image was generated with {', '.join(self.unrecorded)}, which the metadata does not include",
@@ -104,7 +104,7 @@ class ImageMetadata:
 
 
 def record_call(call: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the call arguments that have no field of their own, and the names of those JSON cannot represent."""
+    """Return the call arguments that have no field of their own, and the names of those not valid in JSON."""
     recorded: dict[str, Any] = {}
     unrecorded: list[str] = []
     for name, value in call.items():
@@ -217,7 +217,7 @@ def describe_metadata(metadata: ImageMetadata) -> str:
 
 
 def find_differences(recorded: ImageMetadata, current: ImageMetadata) -> list[str]:
-    """Return one line for each change since an image was generated that can affect the image."""
+    """Return one line for each change since the image was generated that can affect the result."""
     differences = []
     for package in sorted({*recorded.versions, *current.versions}):
         before, after = recorded.versions.get(package, "none"), current.versions.get(package, "none")

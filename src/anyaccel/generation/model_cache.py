@@ -32,7 +32,7 @@ LOCK = threading.RLock()
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model that is loaded on its device."""
+    """A model that has been loaded onto its device."""
 
     pipe: Any
     model: ResolvedModel
@@ -46,7 +46,7 @@ _CACHE: dict[tuple[object, ...], LoadedModel] = {}
 
 
 def load_model(request: GenerationRequest, listener: ProgressListener | None = None) -> LoadedModel:
-    """Return the model for a request, on its device; loading a different model releases the cached one."""
+    """Return the model for a request, loaded onto its device; loading another model releases the cached one."""
     model = request.model
     with LOCK:
         # First, because an unavailable device must be reported before diffusers is imported, which takes seconds.

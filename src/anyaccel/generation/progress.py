@@ -18,7 +18,7 @@ __all__ = ["counting_components", "counting_steps"]
 
 
 class _StepBar(tqdm):  # type: ignore[misc]
-    """An invisible progress bar that notifies a listener; it subclasses tqdm because pipelines use its full API."""
+    """Invisible progress bar that notifies a listener; subclasses tqdm because pipelines use its full API."""
 
     def __init__(self, listener: ProgressListener, iterable: Any = None, total: int | None = None) -> None:
         super().__init__(iterable, total=total, disable=True)
@@ -40,7 +40,7 @@ class _StepBar(tqdm):  # type: ignore[misc]
 
 @contextmanager
 def counting_steps(pipe: Any, listener: ProgressListener | None) -> Iterator[None]:
-    """Notify a listener of a pipeline's denoising steps within the with block, instead of showing a progress bar."""
+    """Notify a listener of denoising steps inside the `with` block, instead of showing a progress bar."""
     if listener is None:
         yield
         return
@@ -63,7 +63,7 @@ def counting_steps(pipe: Any, listener: ProgressListener | None) -> Iterator[Non
 
 @contextmanager
 def counting_components(listener: ProgressListener | None) -> Iterator[None]:
-    """Notify a listener of loaded components within the with block, instead of showing diffusers progress bars."""
+    """Notify a listener of loaded components inside the `with` block, instead of showing progress bars."""
     if listener is None:
         yield
         return

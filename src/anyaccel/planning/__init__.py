@@ -1,4 +1,4 @@
-"""Planning: turn a device sheet, facts about a pipeline and the user's options into a plan.
+"""Planning: turning a device sheet, facts about a pipeline and the user's options into a plan.
 
 Nothing here imports torch or opens a device, so plans can be created for hardware that is not installed.
 """

@@ -1,4 +1,4 @@
-"""Attention slicing: when a call is sliced, and into which shapes."""
+"""Attention slicing: when an attention call is sliced, and the shapes of the slices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MARGIN = 2
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """How to change attention calls: when to slice them, and whether to make their inputs contiguous."""
+    """A rule for changing attention calls: when to slice them, and whether to make their inputs contiguous."""
 
     max_scores: int | None = None
     """The largest number of scores (batch × heads × queries × keys) that runs unsliced; None for no limit."""

@@ -34,7 +34,7 @@ class CompileRule:
 
 
 def choose_compiler(sheet: Sheet) -> Decision[CompileRule]:
-    """Return the compiler named in the sheet; shapes are dynamic only if both device and compiler support it."""
+    """Return the compiler named in the sheet; shapes are dynamic only if both device and compiler support them."""
     compiler = sheet.compiler
     if not isinstance(compiler, Compiler):
         return Decision(CompileRule(""), compiler.says)
@@ -45,7 +45,7 @@ def choose_compiler(sheet: Sheet) -> Decision[CompileRule]:
 
 
 def choose_mode(sheet: Sheet, options: PlacementOptions, environment: Mapping[str, str]) -> Decision[str]:
-    """Return the execution mode: the requested one, else the one set in the environment, else the sheet's default."""
+    """Return the execution mode: the requested one, the one set in the environment, or the sheet's default."""
     modes = {mode.name: mode for mode in sheet.modes}
     if not modes:
         if options.mode not in (None, "eager"):

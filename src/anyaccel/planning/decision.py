@@ -1,4 +1,4 @@
-"""A decision in a plan: a value and the reason for it."""
+"""Decisions in a plan: each one is a value and the reason for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cite(claim: Claim) -> str:
 
 
 def _format(value: object) -> str:
-    """Format a value for printing: `yes`, `dtypes, noise`, or `-` if it is empty."""
+    """Format a value for display: `yes`, `dtypes, noise`, or `-` if it is empty."""
     if value is None or value == () or value == "":
         return "-"
     if isinstance(value, bool):

@@ -25,9 +25,9 @@ def choose_dtype(
     options: PlacementOptions,
     half_precision_cost: Mapping[str, float] | None = None,
 ) -> Decision[str]:
-    """Return the weights' dtype: the one requested, the half precision they were loaded in, or the device's best.
+    """Return the weights' dtype: as requested, the half precision they were loaded in, or the device's best.
 
-    `half_precision_cost` maps each half-precision dtype to its measured time relative to float32.
+    `half_precision_cost` maps each half-precision dtype to its measured run time relative to float32.
     """
     if options.dtype is not None:
         return _with_replacement(sheet, options.dtype, f"{options.dtype} was requested")
@@ -45,7 +45,7 @@ def choose_dtype(
 
 
 def find_smaller_dtype(sheet: Sheet, chosen: str, options: PlacementOptions) -> str | None:
-    """Return the smaller dtype to use if the pipeline does not fit in memory; None if the user allows none."""
+    """Return a smaller dtype to use if the pipeline does not fit in memory; None if no such dtype is allowed."""
     allowed = options.smallest_dtype
     if allowed is None or _is_rejected(sheet, allowed) or FLOATING_BYTES[allowed] >= FLOATING_BYTES.get(chosen, 2):
         return None
@@ -83,8 +83,8 @@ def choose_component_dtypes(
 ) -> Decision[tuple[tuple[str, str], ...]]:
     """Return the components whose dtype differs from the pipeline's.
 
-    Quantized weights are never cast. A float32 component next to a half-precision denoiser was loaded that way
-    intentionally, and stays in float32.
+    Quantized weights are never cast. A float32 component next to a half-precision denoiser was intentionally
+    loaded in float32 and is not cast either.
     """
     quantized = {component.name: component.dtype for component in facts.components if component.quantized}
     wide = {

@@ -9,7 +9,7 @@ __all__ = ["ComponentFacts", "PipelineFacts"]
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentFacts:
-    """One model of a pipeline: a denoiser, a text encoder, a VAE."""
+    """Facts about one model of a pipeline, such as a denoiser, a text encoder or a VAE."""
 
     name: str
     """The pipeline's name for it: `unet`, `text_encoder_2`."""
@@ -45,7 +45,7 @@ class PipelineFacts:
 
     @property
     def denoiser_dtypes(self) -> frozenset[str]:
-        """The dtypes that the denoisers were loaded in, or those of all components if there is no denoiser."""
+        """The dtypes in which the denoisers were loaded, or those of all components if there is no denoiser."""
         # Not the text encoders: transformers loads them in the dtype of their own config, which nobody chose.
         denoisers = [component for component in self.components if component.denoises]
         return frozenset(component.dtype for component in denoisers or self.components)

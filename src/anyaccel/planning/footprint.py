@@ -1,4 +1,4 @@
-"""Memory footprint of one pipeline call, per model."""
+"""Memory footprint of one pipeline call, by model."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Footprint:
 
     @property
     def weights_bytes(self) -> int:
-        """Total size of all weights in bytes."""
+        """The total size of all weights in bytes."""
         return sum(model.weights_bytes for model in self.models)
 
     def model(self, name: str) -> ModelSize:

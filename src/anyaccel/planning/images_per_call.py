@@ -1,4 +1,4 @@
-"""The number of images that run in one pipeline call."""
+"""The number of images generated per pipeline call."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Workspace:
     def convolution_bytes(
         self, input_shape: Shape, weight: Shape, output_shape: Shape, element_bytes: int, channels_last: bool
     ) -> int:
-        """Return the workspace bytes for one convolution with these shapes."""
+        """Return the workspace size in bytes for one convolution with these shapes."""
         # A 1x1 convolution is a matrix product and is not reordered.
         if not self.reordered_convolutions or len(input_shape) < 4 or math.prod(weight[2:]) == 1:
             return 0
@@ -63,7 +63,7 @@ class Workspace:
         return kernel + sum(_count_padded(shape) for shape in (input_shape, output_shape)) * element_bytes
 
     def attention_bytes(self, query: Shape, key: Shape, width: int, *, plain_mask: bool = True) -> int:
-        """Return the workspace bytes for one attention call: a float32 sum per row if fused, all scores twice if not.
+        """Return the workspace bytes of an attention call: a float32 sum per row if fused, all scores twice if not.
 
         Attention falls back to the unfused kernel if the mask is not contiguous in its last dimension.
         """
@@ -79,7 +79,7 @@ def _count_padded(shape: Shape) -> int:
 
 
 def read_workspace(sheet: Sheet, *, virtual: bool = False) -> Workspace:
-    """Return a sheet's workspace parameters; attention is assumed unfused unless the sheet says it is fused."""
+    """Return a device's workspace parameters; attention counts as unfused unless the sheet says it is fused."""
     terms = sheet.memory if isinstance(sheet.memory, MemoryTerms) else None
     return Workspace(
         fused_attention=isinstance(sheet.fused_attention, Yes),

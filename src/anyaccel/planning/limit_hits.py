@@ -42,7 +42,7 @@ class LimitHit:
 def find_limit_hits(
     sheet: Sheet, trace: TraceFacts, images: int, *, product: str | None = None, mode: str = ""
 ) -> tuple[LimitHit, ...]:
-    """Return the limits that are known to apply to the device and that the traced model runs into."""
+    """Return the limits that are known to apply to the device and that the traced models run into."""
     hits = []
     for name, limit in sheet.limits(Limit).items():
         # A limit with an open condition is not reported: it may not apply to this device.

@@ -68,7 +68,7 @@ class MemoryRule:
 
 @dataclass(frozen=True)
 class QuantizationOption:
-    """A quantization that would save memory; only suggested to the user, because it changes the image."""
+    """A quantization that would save memory; it is only suggested, because it changes the image."""
 
     name: str
     component: str
@@ -137,7 +137,7 @@ def list_rules(
 ) -> Iterator[MemoryRule]:
     """Yield the memory settings to try, fastest first; all of them respect the options that the user set.
 
-    Batches are split before layers are streamed: splitting costs a little speed, streaming costs most of it.
+    Splitting the batch is tried before streaming layers, because it reduces speed far less.
     """
     options = _list_savings(placement_options, supports_tiling)
     if placement_options.memory is not None:
@@ -178,7 +178,7 @@ def _halve(images: int) -> Iterator[int]:
 def predict(footprint: Footprint, residence: Residence, *, recorded: bool = False) -> dict[str, int]:
     """Return the peak memory of each phase in bytes: `load`, `encode`, `denoise`, `decode`.
 
-    With `recorded`, the activations of captured denoising graphs count in every phase.
+    With `recorded`, the activations of captured denoising graphs are counted in every phase.
     """
     pinned = footprint.never_offloaded + (footprint.never_streamed if residence == "layer" else ())
     loaded = footprint.weights_bytes if residence == "resident" else _sum_weights(footprint, pinned)
@@ -206,9 +206,10 @@ def predict(footprint: Footprint, residence: Residence, *, recorded: bool = Fals
 
 
 def _offload_previous(footprint: Footprint, on_device: set[str], component: str) -> set[str]:
-    """Return the models that are on the device while `component` runs with model CPU offload.
+    """Return the models that are on the device while `component` runs under model CPU offload.
 
-    accelerate's hook for a model offloads only the previous model in the sequence; all others stay on the device.
+    accelerate's hook for a model offloads only the previous model in the sequence; all others stay on the
+    device.
     """
     if component in footprint.never_offloaded:
         return on_device
@@ -226,7 +227,7 @@ def _sum_weights(footprint: Footprint, names: tuple[str, ...]) -> int:
 def choose_memory(
     measure: Measure, images: int, capacity_bytes: int, rules: Iterable[MemoryRule]
 ) -> tuple[Decision[MemoryRule | None], dict[str, int]]:
-    """Return the first memory settings that fit and their peaks; if none fit, None and the lowest peaks found."""
+    """Return the first memory settings that fit and their peaks, or None and the lowest peaks if none fit."""
     candidates = list(rules)
     tried: list[tuple[int, MemoryRule, dict[str, int]]] = []
     for rule in candidates:
@@ -267,7 +268,7 @@ def choose_residence(
 ) -> Decision[MemoryRule]:
     """Return the fastest memory mode in which the weights use at most 4/5 of the device memory.
 
-    Used before the image size is known. The last mode is the fallback.
+    This is used before the image size is known. If no mode qualifies, the last one is returned.
     """
     budget = capacity_bytes * 4 // 5  # the rest is for activations
     need: dict[Residence, int] = {"resident": sum(weights.values()), "component": max(weights.values(), default=0)}
@@ -311,7 +312,7 @@ def _powers() -> Iterator[int]:
 
 
 def _extrapolate(sample: Footprint, rule: MemoryRule, images: int) -> int:
-    """Estimate the peak bytes of a larger batch by scaling the activations of a measured one."""
+    """Estimate the peak memory of a larger batch in bytes by scaling the activations of a measured one."""
     calls = [replace(call, held_bytes=call.held_bytes * images // sample.images) for call in sample.model_calls]
     return max(predict(replace(sample, model_calls=tuple(calls)), rule.residence).values())
 

@@ -1,4 +1,4 @@
-"""The device used to draw initial noise: always the CPU, so a seed gives the same image on every device."""
+"""The device that draws the initial noise: always the CPU, so a seed gives the same image on every device."""
 
 from __future__ import annotations
 

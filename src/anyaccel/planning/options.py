@@ -1,4 +1,4 @@
-"""Options for `anyaccel.place`; the plan decides every option that is not set."""
+"""Options for `anyaccel.place`; the plan chooses a value for every option that is not set."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PARALLEL = re.compile(r"(?P<fixed>auto|cfg)|(?P<strategy>tensor|context)(:(?P<r
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementOptions:
-    """Keyword arguments of `anyaccel.place` and `pipe.to`, apart from the device."""
+    """The keyword arguments of `anyaccel.place` and `pipe.to`, except the device."""
 
     dtype: str | None = None
     """The dtype to run in, such as `bfloat16`; None for the best dtype of the device."""
@@ -102,7 +102,7 @@ def check_speed(speed: str) -> None:
 
 
 def read_parallel(text: str) -> tuple[str, int | None]:
-    """Parse `context:4` into `("context", 4)`; without a number, the second value is None (all running processes)."""
+    """Parse `context:4` into `("context", 4)`; without a number, the second value is None (use all processes)."""
     match = _PARALLEL.fullmatch(text) if isinstance(text, str) else None
     ranks = match["ranks"] if match else None
     # One rank is not a split: parallel=None means one device.

@@ -73,7 +73,7 @@ SINGLE_DEVICE: Decision[Split | None] = Decision(None, "one device; use parallel
 def choose_parallel(
     sheet: Sheet, facts: PipelineFacts, options: PlacementOptions, ranks: Ranks
 ) -> Decision[Split | None]:
-    """Return how to split the denoisers, or None; raise if the requested split is not possible."""
+    """Return how to split the denoisers, or None for no split; raise if the requested split is not possible."""
     if options.parallel is None:
         return SINGLE_DEVICE
     strategy, requested = read_parallel(options.parallel)
@@ -100,7 +100,7 @@ def choose_parallel(
 
 
 def torchrun_command(count: int) -> str:
-    """Return the command that starts a program in several processes: `torchrun --nproc-per-node 2 program.py`."""
+    """Return the command that starts a program in `count` processes: `torchrun --nproc-per-node 2 program.py`."""
     return f"torchrun --nproc-per-node {count} program.py"
 
 
@@ -117,7 +117,7 @@ def _as_strategy(name: str) -> SplitStrategy:
 
 
 def _choose_split(sheet: Sheet, facts: PipelineFacts, ranks: Ranks) -> Decision[Split | None]:
-    """Return the first possible split: context, tensor, CFG (tensor first if one device cannot hold the weights)."""
+    """Return the first possible split of context, tensor, CFG; tensor is first if the weights exceed one device."""
     count = ranks.count or _CFG_RANKS
     # Tensor parallelism is the only split that saves weight memory.
     order: list[SplitStrategy] = ["context", "tensor", "cfg"]
@@ -178,7 +178,7 @@ def _find_model_problem(model: ComponentFacts, split: Split) -> tuple[str, str] 
 
 
 def _reject_rank_local_options(options: PlacementOptions) -> None:
-    """Raise for options that could make ranks run different operations, which would deadlock in collectives."""
+    """Raise for options that could make ranks run different operations, which would deadlock collectives."""
     for name in ("compile", "capture"):
         if getattr(options, name) is True:
             raise UsageError(f"{name}=True is not supported with several devices", hint=f"omit {name} or parallel")
@@ -213,5 +213,5 @@ def _format_gain(split: Split, facts: PipelineFacts) -> str:
 
 
 def _format_count(count: int) -> str:
-    """Format a count: `11.9 billion`, `3,520`."""
+    """Format a count for display: `11.9 billion`, `3,520`."""
     return f"{count / 1e9:.1f} billion" if count >= 1e8 else f"{count:,}"

@@ -124,7 +124,7 @@ def make_plan(
 ) -> Plan:
     """Return the plan for a pipeline on one device, or on one rank of several.
 
-    `dtype` overrides the dtype decision, for callers that already chose a dtype in order to load the weights.
+    `dtype` overrides the dtype decision, for callers that had to choose a dtype before loading the weights.
     """
     # Attention limits in bytes depend on the dtype, and workarounds on both: keep this order.
     dtype = dtype or choose_dtype(sheet, facts, options, half_precision_cost)

@@ -1,4 +1,4 @@
-"""Plans formatted as text for a terminal."""
+"""Formatting of plans as text for a terminal."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ SMALLEST_WEIGHT = 3_000_000
 
 @dataclass(frozen=True)
 class StepSkipping:
-    """A rule for which denoising steps reuse the denoiser's last output."""
+    """A rule that determines which denoising steps reuse the denoiser's last output."""
 
     every: int
     """One of this many steps runs the denoiser."""
@@ -34,7 +34,7 @@ class StepSkipping:
     """The measured loss of quality."""
 
     def is_run(self, step: int, steps: int) -> bool:
-        """Return whether a step (zero-based) runs the denoiser; the last step always does."""
+        """Return whether a step (counted from zero) runs the denoiser; the last step always does."""
         # A scheduler may take more steps than it announced, so any step from the last one on runs.
         if steps < self.min_steps or step >= steps - 1:
             return True
@@ -71,7 +71,7 @@ def choose_step_skipping(options: PlacementOptions) -> Decision[StepSkipping | N
 
 
 def choose_quantization(sheet: Sheet, options: PlacementOptions, dtype: str) -> Decision[str]:
-    """Return the dtype for large matrix products; an empty string means the model's dtype."""
+    """Return the dtype for large matrix products, or an empty string to keep the model's dtype."""
     if options.speed == "exact":
         return Decision("", "speed='exact': matrix products stay in the dtype of the model")
     # Only if the sheet has a measurement: on other devices casting to float8 may cost more than it saves.

@@ -1,4 +1,7 @@
-"""Run reports: what has happened since a pipeline was placed. The decisions in its plan never change."""
+"""Run reports: what has happened since a pipeline was placed.
+
+The decisions in the pipeline's plan never change.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ __all__ = ["RunReport"]
 
 @dataclass
 class RunReport:
-    """Outcomes of a plan's decisions so far; a field is None if it has no outcome yet."""
+    """The outcomes of a plan's decisions so far; a field is None if there is no outcome yet."""
 
     memory: Decision[MemoryRule] | None = None
     """The memory rule of the last call, if it differs from the plan."""

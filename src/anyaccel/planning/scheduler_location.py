@@ -11,7 +11,7 @@ __all__ = ["choose_scheduler_location"]
 
 
 def choose_scheduler_location(sheet: Sheet, options: PlacementOptions) -> Decision[str]:
-    """Return `cpu` if a timestep lookup on the device fails or costs a device round trip per step, else `device`."""
+    """Return `cpu` if a timestep lookup on the device fails or costs a round trip per step, else `device`."""
     if options.scheduler is not None:
         return Decision(options.scheduler, "requested")
     # diffusers' index_for_timestep calls nonzero() and item(): https://github.com/huggingface/diffusers/pull/11696

@@ -1,4 +1,4 @@
-"""Speedups whose images differ only by rounding error, and the decision of when to compile.
+"""Speedups that change images only by rounding error, and the decision of when to compile.
 
 See docs/decisions/0007-speed.md.
 """
@@ -36,7 +36,7 @@ _MANY_IMAGES = 2000
 
 @dataclass(frozen=True)
 class CompilePolicy:
-    """When and how models are compiled."""
+    """A policy for when and how models are compiled."""
 
     when: Literal["never", "now", "when it pays off"]
     region: Region = "whole"

@@ -1,4 +1,4 @@
-"""Workarounds that are applied inside the models by torch function modes."""
+"""Workarounds applied inside the models by torch function modes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def choose_workarounds(
 ) -> Decision[tuple[str, ...]]:
     """Return the names of the workarounds that the models need.
 
-    Pipeline code outside the models always runs with all workarounds. Inside the models each one costs time, so only
-    the returned ones are applied:
+    Pipeline code outside the models always runs with all workarounds. Inside the models, each one costs time,
+    so only the returned ones are applied:
 
-    - `dtypes`: replace dtypes that the device lacks.
-    - `complex_pairs`: compute complex numbers as pairs of real ones.
+    - `dtypes`: replace dtypes that the device does not support.
+    - `complex_pairs`: represent complex numbers as pairs of real ones.
     - `noise`: draw random numbers on the CPU.
     - `dynamic_shapes`: evaluate masks and `nonzero` on the CPU.
     - `attention`: slice attention, or make its inputs contiguous.
     - `clone_scalars`: clone CPU scalars that are views of a larger tensor.
-    - `zero_empty`: initialize the result of `torch.empty`.
+    - `zero_empty`: initialize the result of `torch.empty` to zero.
     - `ignore_beta_zero`: drop the input of `baddbmm` and similar operations if `beta` is 0.
     """
     needs = {

@@ -16,9 +16,10 @@ __all__ = ["gc_paused", "ignore_existing_objects", "release_unreachable"]
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause the collector in a with block that creates many objects and frees few, such as imports or compilation.
+    """Pause the garbage collector inside the `with` block.
 
-    Otherwise, such a block spends a fifth of its time on garbage collection.
+    For code that creates many objects and frees few, such as imports or compilation. Otherwise, such code
+    spends a fifth of its time on garbage collection.
     """
     was_enabled = gc.isenabled()  # nested blocks must not enable it early
     gc.disable()

@@ -30,8 +30,8 @@ _STDERR_BYTES = 65536
 class JsonLineWorker:
     """A child process that runs a module like `python -m` and answers JSON messages in order.
 
-    As a context manager, it kills the process at the end of the with block. If the parent is killed, the child
-    exits at its next read or write.
+    As a context manager, it kills the process at the end of the `with` block. If the parent is killed, the
+    child exits at its next read or write.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ def connecting_to_parent() -> Iterator[tuple[Iterator[Any], Callable[[Any], None
 
 
 def _run_module() -> None:
-    """Run the module named on the command line, after moving the message pipes away from stdin and stdout."""
+    """Run the module named on the command line, after moving the message pipes off stdin and stdout."""
     # Prints of the module and its libraries must not mix with the answers: stdout becomes stderr.
     os.environ[_PIPES] = f"{os.dup(0)},{os.dup(1)}"
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -87,7 +87,7 @@ class PipeWorker:
 
 
 def wait_for_messages(workers: Collection[PipeWorker], timeout_s: float) -> list[PipeWorker]:
-    """Wait until workers have sent a message or exited, and return those whose `receive` will not block."""
+    """Wait until a worker has sent a message or exited, and return the workers whose `receive` will not block."""
     ready = wait([worker._connection for worker in workers], timeout_s)
     return [worker for worker in workers if worker._connection in ready]
 
@@ -128,7 +128,7 @@ def _run(connection: Connection, target: Callable[..., None], arguments: tuple[A
 
 @contextmanager
 def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables within the with block, so a spawned process has them before its first import."""
+    """Set environment variables inside the `with` block, so a spawned process has them before its first import."""
     before = {name: os.environ[name] for name in changes if name in os.environ}
     os.environ.update(changes)
     try:

@@ -1,4 +1,4 @@
-"""Signal handlers that apply within a with block, and child processes that exit with their parent."""
+"""Signal handlers for the duration of a `with` block, and child processes that exit with their parent."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class TerminatedError(BaseException):
 
 @contextmanager
 def handling_signals(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
-    """Handle signals within the with block, then restore the previous handlers.
+    """Handle signals inside the `with` block, then restore the previous handlers.
 
-    Signals that the process ignores remain ignored. Outside the main thread, where Python does not allow signal
-    handlers, this does nothing.
+    Signals that the process ignores remain ignored. Outside the main thread, where Python does not allow
+    signal handlers, this does nothing.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     handled = [number for number in numbers if in_main_thread and signal.getsignal(number) != signal.SIG_IGN]
@@ -38,7 +38,7 @@ def handling_signals(handler: Callable[[int, FrameType | None], None], *numbers:
 
 
 def raising_on_sigterm() -> AbstractContextManager[None]:
-    """Raise `TerminatedError` on SIGTERM within the with block, so cleanup runs as it does after Ctrl-C."""
+    """Raise `TerminatedError` on SIGTERM inside the `with` block, so cleanup runs as it does after Ctrl-C."""
     return handling_signals(_raise_terminated, signal.SIGTERM)
 
 

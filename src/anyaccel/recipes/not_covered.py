@@ -1,4 +1,4 @@
-"""Diffusers pipeline classes without a recipe, and the reason for each."""
+"""Diffusers pipeline classes without a recipe, with the reason for each."""
 
 NEEDS_GUARDRAIL = "its license and code require the safety checker of cosmos_guardrail, which is not installed"
 NEEDS_INVERSION = "an image must be inverted in a separate call before the pipeline is called"

@@ -54,9 +54,9 @@ def make_recipe(
 def assemble(
     pipeline: str, parts: Callable[[], dict[str, Any]], finish: Callable[[Any], None] | None = None
 ) -> DiffusionPipeline:
-    """Build a pipeline from its components, apply `finish` (for example to load an adapter) and randomize weights.
+    """Build a pipeline from its components, call `finish` on it and randomize its weights.
 
-    Seeds are fixed, and the global random state is restored.
+    `finish` may, for example, load an adapter. Seeds are fixed, and the global random state is restored.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
@@ -73,7 +73,10 @@ def assemble(
 
 
 def run(recipe: Recipe, pipe: DiffusionPipeline) -> npt.NDArray[Any]:
-    """Call the pipeline with the recipe's arguments and return its main output as a finite float32 array."""
+    """Call the pipeline with the recipe's arguments and return its main output as a float32 array.
+
+    Raise if the output is not finite.
+    """
     # Some pipelines ignore `generator` and draw from the global one, for example CogView 4 with control.
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(SEED)

@@ -12,7 +12,7 @@ __all__ = ["recipes"]
 
 
 def recipes() -> dict[str, Recipe]:
-    """Return every recipe by name, ordered by module and then as listed in the module."""
+    """Return all recipes by name, ordered by module and, within a module, as listed in `RECIPES`."""
     package = importlib.import_module(f"{__package__}.families")
     by_name: dict[str, Recipe] = {}
     for module_name in sorted(module.name for module in pkgutil.iter_modules(package.__path__)):

@@ -1,7 +1,7 @@
 """Batch splitting: run a batch as several pipeline calls and join their results.
 
-Devices that do not run batches reliably run one image per call. A batch that does not fit in memory is also
-split.
+On devices that do not run batches reliably, each call generates one image. A batch that does not fit in
+memory is also split.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def split_request(request: CallRequest, images_per_call: int | None, first: int 
 
 
 def _repeat_input_images(request: CallRequest) -> CallRequest:
-    """Repeat a shared input image for every output image if the request has several seeds."""
+    """Repeat a shared input image once per output image if the request has several seeds."""
     # diffusers encodes a shared image once, with noise from the first generator of the list. All other images would
     # differ from those that their seeds give in a call of their own (diffusers 0.42).
     if len(request.seeds) < 2 or "strength" not in request.accepts:

@@ -51,7 +51,7 @@ class CallRequest:
         return next((name for name in _PER_PROMPT if name in self.accepts), None)
 
     def with_arguments(self, **changed: Any) -> CallRequest:
-        """Return a copy with some arguments changed."""
+        """Return a copy of the request with the given arguments changed."""
         return replace(self, arguments={**self.arguments, **changed})
 
 
@@ -131,7 +131,7 @@ def bucket_of(request: CallRequest) -> str:
 
 # The text is part of the key of out-of-memory outcomes on disk: a change makes existing outcomes unreadable.
 def shape_of(request: CallRequest) -> str:
-    """Return everything that determines the tensor shapes in a call, as text: `512 × 512, 4 images`."""
+    """Return everything that determines the tensor shapes in a call as text: `512 × 512, 4 images`."""
     sizes = [str(request.arguments[name]) for name in ("width", "height", "num_frames") if request.arguments.get(name)]
     others = [f"{name} {value}" for name, value in sorted(_shapes(request.arguments).items())]
     if request.arguments.get("guidance_scale") is not None:  # guidance can double the batch

@@ -1,4 +1,4 @@
-"""Components, models and denoisers of a pipeline, and the facts that a plan is based on."""
+"""Components, models and denoisers of a pipeline, and the pipeline facts that a plan is based on."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def find_denoisers(pipe: Any, placement: Placement) -> dict[str, torch.nn.Module
 
 
 def read_facts(pipe: Any) -> PipelineFacts:
-    """Return the facts that a plan needs about a loaded pipeline."""
+    """Return the facts about a loaded pipeline that a plan needs."""
     placement = find_placement(pipe)
     # A placed pipeline may have been cast; a new plan must start from the dtypes of the checkpoint.
     loaded = placement.loaded if placement is not None else {}
@@ -104,6 +104,6 @@ def _count_sharded(module: torch.nn.Module) -> int:
 
 
 def _count_blocks(module: torch.nn.Module, layers: list[torch.nn.Module]) -> int:
-    """Return the number of repeated blocks, which regional compilation compiles only once."""
+    """Return the number of repeated blocks, which regional compilation compiles only once for all of them."""
     kinds = read_repeated_blocks(module)
     return sum(type(layer).__name__ in kinds for layer in layers) if kinds else 0

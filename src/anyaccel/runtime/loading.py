@@ -1,4 +1,4 @@
-"""Pipeline loading with diffusers: safe by default, with hints in error messages."""
+"""Pipeline loading with diffusers, with safe defaults and with hints in error messages."""
 
 from __future__ import annotations
 

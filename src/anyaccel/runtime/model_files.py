@@ -20,7 +20,7 @@ _MAX_HEADER_BYTES = 100 * 2**20
 
 
 def is_single_file(model: Any) -> bool:
-    """Return whether a model is a weights file (path or URL) instead of a folder or a Hub ID."""
+    """Return whether a model is a weights file (path or URL) rather than a folder or a Hub ID."""
     text = str(model)
     return text.endswith(_WEIGHTS) and (Path(text).is_file() or text.startswith(("http://", "https://")))
 
@@ -56,7 +56,7 @@ def check_model_folder(model: Any, *, pickles: bool, trusted: bool) -> None:
 
 
 def _suggest_folder(path: Path) -> str:
-    """Return a hint for common mistakes: passing one model's folder, or the parent of the pipeline folder."""
+    """Return a hint if the path is a common mistake: one model's folder, or the parent of the pipeline folder."""
     if (path / "config.json").is_file():
         return "this is the folder of a single model; pass its parent, which has a model_index.json"
     below = next((entry.name for entry in sorted(path.iterdir()) if (entry / "model_index.json").is_file()), None)
@@ -89,7 +89,7 @@ def _check_index(index: Path, trusted: bool) -> None:
 
 
 def _is_code(folder: Path, entry: list[Any]) -> bool:
-    """Return whether a component comes from a Python file in the folder: `["my_unet", "MyUNet"]` and my_unet.py."""
+    """Return whether a component is defined in the folder: `["my_unet", "MyUNet"]` refers to `my_unet.py`."""
     library = entry[0] if entry else None
     if not isinstance(library, str):
         return False

@@ -103,11 +103,11 @@ class Portable(VendorAliases):
         return placement.progress.begin(make_bar, *args, **kwargs)
 
     def enable_attention_slicing(self, slice_size: str | int | None = "auto") -> None:
-        """Compute attention for some heads at a time in every model: half of them for `"auto"`, one for `"max"`."""
+        """Compute attention for a few heads at a time in every model: half of them for `"auto"`, one for `"max"`."""
         replan(self, _placement_of(self), {"attention_slicing": slice_size})
 
     def disable_attention_slicing(self) -> None:
-        """Compute attention for all heads at once again, unless a device limit requires slicing."""
+        """Compute attention for all heads at once, unless a device limit requires slicing."""
         self.enable_attention_slicing(None)
 
     def enable_compile(
@@ -116,19 +116,20 @@ class Portable(VendorAliases):
         cache_dir: str | os.PathLike[str] | None = None,
         fullgraph: bool | None = None,
     ) -> None:
-        """Compile models with the device's compiler: the denoiser by default, `"all"` for every model.
+        """Compile models with the device's compiler: the denoiser by default, every model for `"all"`.
 
-        `cache_dir` is the directory in which the vendor's compiler stores graphs for reuse by other processes. The
-        environment variable for it is set only during calls. Each image size is compiled when it first runs; see
-        `warmup`.
+        `cache_dir` is the directory in which the vendor's compiler stores graphs for reuse by other processes.
+        The environment variable for it is set only during calls. Each image size is compiled when it is first
+        used; see `warmup`.
         """
         compile_components(self, _placement_of(self), model_names, cache_dir, fullgraph)
 
     def warmup(self, shapes: Any = None, **arguments: Any) -> None:
-        """Run one step at each (height, width), so the first image is not slowed by compiling: `warmup([(512, 512)])`.
+        """Run one step at each (height, width) to compile before the first image: `warmup([(512, 512)])`.
 
-        Further arguments are passed to the call. Pass those that change tensor shapes, such as
-        `num_images_per_prompt`. Schedulers and random state are restored, so later images do not change.
+        Additional arguments are passed to the call. Pass those that change tensor shapes, such as
+        `num_images_per_prompt`. Schedulers and random state are restored, so warmup does not change later
+        images.
         """
         warm_up(self, shapes, arguments)
 
@@ -271,7 +272,7 @@ def _wrap_call(kind: Any) -> Any:
 
 
 class DiffusionPipeline(Portable, diffusers.DiffusionPipeline):
-    """`diffusers.DiffusionPipeline` for every device: loads any pipeline, and `to` creates a plan for the device."""
+    """`diffusers.DiffusionPipeline` for every device: it loads any pipeline, and `to` plans for the device."""
 
     @classmethod
     def from_pretrained(cls, model: Any, **options: Any) -> Any:
@@ -284,7 +285,7 @@ class DiffusionPipeline(Portable, diffusers.DiffusionPipeline):
 
     @classmethod
     def from_single_file(cls, model: Any, **options: Any) -> Any:
-        """Load a single checkpoint file; `config=` is the folder or Hub ID of a pipeline with the same architecture."""
+        """Load a single checkpoint file; `config=` is the folder or Hub ID of a pipeline of the same architecture."""
         return _load_portable(vars(cls).get("_plain_class", diffusers.DiffusionPipeline), model, options)
 
     @classmethod

@@ -43,7 +43,7 @@ _OFFLOADING = "_anyaccel_offloading"
 
 @dataclass
 class Placement:
-    """A pipeline on a device, and the state that its calls share."""
+    """A pipeline's device and plan, and the state that its calls share."""
 
     opened: OpenDevice
     device: torch.device
@@ -140,7 +140,7 @@ def find_options(pipe: Any) -> PlacementOptions:
 
 @contextmanager
 def being_offloaded(pipe: Any) -> Iterator[None]:
-    """Let `pipe.to` and the offload methods call diffusers directly within the `with` block."""
+    """Let `pipe.to` and the offload methods call diffusers directly inside the `with` block."""
     # diffusers' offload methods call `pipe.to("cpu")`, which would otherwise place the pipeline again.
     before = _OFFLOADING in vars(pipe)  # blocks can be nested; only the outermost one removes the mark
     vars(pipe)[_OFFLOADING] = True
@@ -158,7 +158,7 @@ def is_being_offloaded(pipe: Any) -> bool:
 
 
 def forget_placement(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a pipeline's state for copying or pickling: without the placement, but with its options."""
+    """Return a pipeline's state for copying or pickling, without its placement but with its options."""
     # The placement has locks, weak references and an open device, which belong to this process.
     remaining = {name: value for name, value in state.items() if name != _KEY}
     placement = state.get(_KEY)

@@ -31,7 +31,7 @@ _LAST_RESPONSES_S = 5
 
 
 def check_address(host: str, keys: tuple[str, ...], *, without_key: bool) -> None:
-    """Raise if other machines can reach the address and no key is configured, unless `without_key` is set."""
+    """Raise if other machines can reach the address and no API key is configured, unless `without_key` is set."""
     if not keys and not without_key and not is_loopback(host):
         raise UsageError(
             f"{host} is reachable from other machines and no API key is set",
@@ -45,7 +45,7 @@ def serve(
     on_ready: Callable[[str], None],
     make_transport: Callable[[ServerSettings], WorkerTransport] = WorkerProcess,
 ) -> None:
-    """Run the service until SIGTERM or Ctrl-C, and give accepted jobs time to finish before returning."""
+    """Run the service until SIGTERM or Ctrl-C; give accepted jobs time to finish before returning."""
     bound = _bind(settings)
     service = Service(settings, make_transport)
     server = _Server(settings, service)
@@ -82,7 +82,7 @@ def _bind(settings: ServerSettings) -> socket.socket:
 
 
 def _count_connections() -> int:
-    """Return the maximum number of connections, after raising the open-file limit if necessary and permitted."""
+    """Return the maximum number of connections, raising the open-file limit first if necessary and permitted."""
     try:
         import resource
     except ImportError:  # Windows
@@ -97,7 +97,7 @@ def _count_connections() -> int:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn server with a graceful shutdown: it rejects new jobs and waits for the accepted ones."""
+    """Uvicorn server with a graceful shutdown that rejects new jobs and waits for the accepted ones."""
 
     def __init__(self, settings: ServerSettings, service: Service) -> None:
         limits = settings.limits

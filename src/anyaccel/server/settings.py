@@ -1,4 +1,4 @@
-"""Service settings (models, address, limits), and parsers for their command-line options."""
+"""Service settings, such as models, address and limits, and parsers for their command-line options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ServedName:
-    """A model and the name by which clients request it."""
+    """A served model and the name by which clients request it."""
 
     name: str
     model: str
@@ -115,7 +115,7 @@ def read_served_names(texts: Iterable[str]) -> tuple[ServedName, ...]:
 
 
 def _read_served_name(text: str) -> ServedName:
-    """Parse `NAME=MODEL` or `MODEL`; the default name of a folder is its last path component."""
+    """Parse `NAME=MODEL` or `MODEL`; if `MODEL` is a folder, its last path component is the default name."""
     name, separator, model = text.partition("=")
     if separator and name and model:
         return ServedName(name, model)

@@ -34,11 +34,11 @@ def atomic_write(path: Path, content: bytes | str, *, overwrite: bool = True, mo
 
 @contextmanager
 def atomic_writer(path: Path, *, overwrite: bool = True, mode: int = 0o666) -> Iterator[IO[bytes]]:
-    """Open a temporary file that is renamed to `path` at the end of the with block, or removed on an exception.
+    """Open a temporary file; rename it to `path` at the end of the `with` block, or remove it on an exception.
 
     A new file is created with `mode`, subject to the umask; a replaced file keeps its permissions. With
-    `overwrite=False`, raise FileExistsError if the file exists at the end of the block, so two processes never
-    overwrite each other's files.
+    `overwrite=False`, raise FileExistsError if the file exists at the end of the block, so two processes
+    never overwrite each other's files.
     """
     _remove_stale_files(path.parent, int(time.time() // _DAY_S))
     temporary = path.with_name(f".anyaccel-{secrets.token_hex(8)}.tmp")
@@ -67,7 +67,7 @@ def is_temporary_file(path: Path) -> bool:
 
 
 def remove_temporary_files(directory: Path, *, older_than_s: float = _DAY_S) -> None:
-    """Remove temporary files left by killed processes. An age of 0 is safe only if no other process is writing."""
+    """Remove temporary files left behind by killed processes; use age 0 only if no other process is writing."""
     cutoff = time.time() - older_than_s
     paths: list[Path] = []
     with suppress(OSError):  # the directory cannot be listed
@@ -80,7 +80,10 @@ def remove_temporary_files(directory: Path, *, older_than_s: float = _DAY_S) -> 
 
 @functools.lru_cache(maxsize=256)
 def _remove_stale_files(directory: Path, day: int) -> None:
-    """Remove stale temporary files, at most once per directory per day, because listing a large directory is slow."""
+    """Remove stale temporary files from a directory, at most once per day.
+
+    Listing a large directory is slow.
+    """
     remove_temporary_files(directory)
 
 
@@ -109,7 +112,7 @@ def _rename_to_free_name(temporary: Path, path: Path) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Flush a rename to disk; ignore errors on systems without support, because the file is already complete."""
+    """Flush a rename to disk; ignore errors on systems that do not support it, as the file is complete."""
     with suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)
         try:

@@ -57,7 +57,7 @@ def find_write_error(folder: Path) -> str:
 
 
 def warn_not_cached(fault: str) -> None:
-    """Warn, once per cache directory, that compiled code cannot be cached."""
+    """Warn that compiled code cannot be cached; each cache directory is reported only once."""
     folder = find_cache_folder()
     if folder not in _WARNED:
         _WARNED.add(folder)

@@ -38,7 +38,7 @@ class AllocationTracker(TorchDispatchMode):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count allocations within the with block."""
+        """Count allocations inside the `with` block."""
         with self._attention, self:
             yield
 
@@ -64,7 +64,7 @@ class AllocationTracker(TorchDispatchMode):
         return result
 
     def _record_facts(self, func: Any, tensor: torch.Tensor) -> None:
-        """Record a tensor's dtype, size and operation, which device limits can depend on."""
+        """Record a tensor's dtype, size and operation, because device limits can depend on them."""
         facts, dtype, elements = self.trace_facts, str(tensor.dtype)[6:], tensor.numel()
         facts.dtypes.add(dtype)
         facts.most_elements = max(facts.most_elements, elements)
@@ -94,7 +94,7 @@ class AllocationTracker(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Pause counting allocations within the with block."""
+        """Pause the counting of allocations inside the `with` block."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -102,13 +102,13 @@ class AllocationTracker(TorchDispatchMode):
             self._paused = before
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """Exclude a tensor that represents another tensor that is already counted."""
+        """Exclude a tensor that stands for another tensor, which is already counted."""
         storage = tensor.untyped_storage()
         key = read_address(storage)
         self._alive[key] = (weakref.ref(storage, lambda _: self._drop(key)), 0)
 
     def measure_peak(self, run: Callable[[], Any]) -> tuple[Any, int]:
-        """Call a function; return its result and its peak memory above the current memory use."""
+        """Call a function; return its result and its peak memory above the memory use before the call."""
         before, self.peak = self.peak, self.used
         start = self.used
         result = run()
@@ -128,7 +128,7 @@ class AllocationTracker(TorchDispatchMode):
 
 
 class _AttentionMode(TorchFunctionMode):
-    """Mode that counts attention as the device's kernel; on `meta`, torch decomposes it into matrix products."""
+    """Mode that counts attention as one kernel, as on the device; on `meta`, torch decomposes it."""
 
     def __init__(self, tracker: AllocationTracker, rule: AttentionRule) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def _is_large(tensor: Any) -> bool:
 
 
 def _return_zeros(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Return zeros with the result's shape instead of running the operation on millions of zeros."""
+    """Return zeros in the result's shape instead of running the operation on millions of zeros."""
     meta_args = [value.to("meta") if isinstance(value, torch.Tensor) and value.dim() else value for value in args]
     result = func(*meta_args, **kwargs)
     return torch.zeros(result.shape, dtype=result.dtype)

@@ -1,4 +1,4 @@
-"""Memory measurement: a pipeline of meta models runs once per memory option and image count."""
+"""Memory measurement, which runs a pipeline of meta models once per memory option and image count."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class MetaRunner(Protocol):
         """Run one model call and return its result on the CPU."""
 
     def run_submodule(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run one call of a frequently called submodule, and return its result on `meta`."""
+        """Run one call to a frequently called submodule and return its result on `meta`."""
 
 
 def to_meta_module(model: torch.nn.Module, name: str, runner: MetaRunner) -> torch.nn.Module:
@@ -128,7 +128,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def _map_object(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a copy of a model output or an autoencoder's latent distribution and apply `change` to its tensors."""
+    """Return a copy of a model output or a latent distribution with `change` applied to its tensors."""
     copied = copy.copy(value)
     for name, item in list(vars(value).items()):
         if isinstance(item, torch.Tensor | list | tuple | Mapping) or _is_distribution(item):

@@ -93,7 +93,7 @@ def find_recipe(pipeline: str) -> Recipe | None:
 
 
 def _to_kebab_case(pipeline: str) -> str:
-    """Convert `StableDiffusionPipeline` to `stable-diffusion`."""
+    """Convert a pipeline class name to kebab case: `StableDiffusionPipeline` becomes `stable-diffusion`."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", pipeline.removesuffix("Pipeline")).lower()
 
 

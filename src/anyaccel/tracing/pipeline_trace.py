@@ -99,7 +99,7 @@ class PipelineTrace:
             self._outputs[name] = tensor
 
     def run_submodule(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
-        """Run one call of a repeated submodule (such as a decoder, called once per tile), or use the cached result."""
+        """Run one call to a submodule that is called repeatedly (such as once per tile), or use the cached result."""
         # Video autoencoders pass a list that each call updates for the next one: never cached.
         if any(isinstance(value, list | dict) and value for value in (*args, *kwargs.values())):
             return call(*args, **kwargs)
@@ -120,7 +120,7 @@ class PipelineTrace:
         return meta
 
     def _to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a CPU tensor of zeros that is counted instead of the meta tensor."""
+        """Return a CPU tensor of zeros, which is counted instead of the meta tensor."""
         with self._tracker.paused():
             zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
         self._tracker.add(zeros, replaces_another=True)

@@ -137,7 +137,7 @@ def make_tensor_parallel_config(ranks: int, mesh: Any) -> Any:
 
 @contextmanager
 def use_mesh(model: Any, mesh: Any, device: Any) -> Iterator[None]:
-    """Make `enable_parallelism` use this mesh and device within the with block (models/modeling_utils.py)."""
+    """Make `enable_parallelism` use this mesh and device inside the `with` block (models/modeling_utils.py)."""
     import torch
 
     # `_resolve_parallel_config` derives both from torch's accelerator and divides by its device count, which is zero on
@@ -211,7 +211,7 @@ def read_progress_bar_config(pipe: Any) -> dict[str, Any]:
 
 @contextmanager
 def use_progress_bars(make_bar: Callable[..., Any]) -> Iterator[None]:
-    """Create `from_pretrained` progress bars with `make_bar` within the with block (utils/logging.py, `tqdm`)."""
+    """Create `from_pretrained` progress bars with `make_bar` inside the `with` block (utils/logging.py, `tqdm`)."""
     logging: Any = importlib.import_module("diffusers.utils.logging")
     before, logging.tqdm = logging.tqdm, make_bar
     try:
@@ -232,7 +232,7 @@ def read_alpha_sigma(scheduler: Any, sigma: float) -> tuple[float, float] | None
 
 
 def unpack_latents(pipe: Any, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return packed latents as (batch, channels, height, width), others unchanged.
+    """Return packed latents as (batch, channels, height, width); return other latents unchanged.
 
     See pipelines/flux/pipeline_flux.py.
     """

@@ -128,7 +128,7 @@ _REASON = re.compile(r"(?:Reason|Graph Break Reason): (?P<reason>[^\n]+)")
 
 
 def parse_graph_break(message: str) -> tuple[str, int, str] | None:
-    """Parse the file, line and reason of a graph break from a log message; return None for other messages."""
+    """Parse the file, line and reason of a graph break from a log message; return None if it reports none."""
     match = _BREAK.search(message)
     if match is None:
         return None
@@ -239,7 +239,7 @@ def read_hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int,
 
 
 def list_computed_weights(module: torch.nn.Module) -> list[str]:
-    """Return the names of weights that `weight_norm` and `spectral_norm` recompute before each forward.
+    """Return the names of weights that `weight_norm` and `spectral_norm` recompute before each forward pass.
 
     These attributes are set by a `WeightNorm` or `SpectralNorm` hook (nn/utils/weight_norm.py,
     nn/utils/spectral_norm.py).
@@ -289,7 +289,7 @@ def is_tracing() -> bool:
 
 
 def is_recompiling() -> bool:
-    """Return whether the current compilation recompiles a frame (_guards.py, `CompileId`)."""
+    """Return whether the current compilation is a recompilation of a frame (_guards.py, `CompileId`)."""
     compile_id = torch._guards.CompileContext.current_compile_id()
     return bool(compile_id is not None and compile_id.frame_compile_id)
 
@@ -325,7 +325,7 @@ def restore_compiled_call(layer: Any, compiled: Any) -> None:
 
 
 def pause_gc_after_compile() -> AbstractContextManager[Any]:
-    """Disable Dynamo's garbage collection after each graph within the with block.
+    """Disable Dynamo's garbage collection after each graph inside the `with` block.
 
     See _dynamo/config.py (since torch 2.8).
     """

@@ -21,7 +21,7 @@ _TOLERANCE = 2e-2
 
 
 def probe_operations(context: ProbeContext, name: str, limit: OperationLimit) -> Observation:
-    """Call every operation in a limit with every dtype the limit names. Differing results are reported as `mixed`."""
+    """Call every operation in a limit with every dtype that it names; if results differ, report `mixed`."""
     calls = _LARGE_CALLS if limit.past_elements is not None else _CALLS
     unknown = [operation for operation in limit.operations if operation not in calls]
     if unknown:

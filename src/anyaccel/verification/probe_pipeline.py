@@ -1,4 +1,4 @@
-"""Probe for a tiny pipeline, which is placed on a device and its image compared with the CPU image."""
+"""Probe that places a tiny pipeline on a device and compares its image with the one from the CPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def configure_process(threads: int) -> None:
 
 
 def probe_pipeline(name: str, device: Any) -> PipelineFinding:
-    """Run one recipe with plain diffusers on the CPU, and placed by anyaccel on the device."""
+    """Run one recipe on the CPU with diffusers alone and on the device with anyaccel, and compare the images."""
     from anyaccel.runtime.pipeline import place
 
     recipe = recipes()[name]

@@ -30,18 +30,22 @@ _PACKAGES = ("torch", "diffusers", "transformers", "accelerate")
 
 
 class ProbeWorkerDiedError(AnyaccelError):
-    """Error raised when a worker process ended before it responded."""
+    """Error raised when a worker process ends before it responds."""
 
 
 class ProbeWorkerKilledError(ProbeWorkerDiedError):
-    """Error raised when a worker process is killed (out of memory or timeout). This is not a device property."""
+    """Error raised when a worker process is killed (out of host memory or timeout).
+
+    Unlike a crash, this does not count as a device error.
+    """
 
 
 @dataclass
 class ProbeWorker:
-    """Handle to a worker process for one device. It starts on the first request and restarts after a crash.
+    """Handle to a worker process for one device. The process starts on the first request.
 
-    Use it as a context manager: the process ends when the with block exits.
+    The process is restarted after a crash. Use the handle as a context manager: the process ends when the
+    `with` block exits.
     """
 
     device: str
@@ -53,7 +57,7 @@ class ProbeWorker:
         return Finding(**self._request({"claim": name}))
 
     def probe_pipeline(self, name: str, threads: int) -> PipelineFinding:
-        """Run a pipeline on the device and, with `threads` threads, on the CPU."""
+        """Run a pipeline on the device and on the CPU, using `threads` CPU threads."""
         return PipelineFinding(**self._request({"pipeline": name, "threads": threads}))
 
     def read_versions(self) -> dict[str, str]:

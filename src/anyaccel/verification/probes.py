@@ -76,7 +76,7 @@ def _expect(claim: Claim | Unknown) -> str:
 
 
 def _find_skip_reason(context: ProbeContext, name: str, claim: Claim | Unknown) -> str:
-    """Return why a claim is not probed, or an empty string."""
+    """Return why a claim is not probed, or an empty string if it is."""
     if isinstance(claim, Limit) and claim.conditional:
         where = ", ".join([*claim.only_on, *claim.only_if])
         return f"it applies to {where}, and the device does not report whether it is one of them"
@@ -162,7 +162,7 @@ def _probe_new_shapes(context: ProbeContext, name: str, claim: Claim | Unknown) 
 
 
 def _time_first_runs(run: Callable[[int], bool], sizes: list[int]) -> tuple[bool, float]:
-    """Return whether all results are correct, and the median extra milliseconds for the first run at a new size."""
+    """Return whether all results are correct, and the median extra time in ms of the first run at a new size."""
     # The run before the loop loads the kernels, and the difference below is the cost of the new shape.
     right, extra = run(sizes[0] + 1), []
     for size in sizes:

@@ -1,4 +1,4 @@
-"""`verify`: checks a device sheet claim by claim on the device, and tiny pipelines against the CPU.
+"""`verify`: checks the claims on a device sheet on the device, and compares pipeline outputs with the CPU's.
 
     verification = verify("cuda", pipelines="all", signed_off_by="A. Name", on_message=print)
     Path("evidence.json").write_text(verification.to_json())
@@ -204,7 +204,7 @@ def _make_virtual_context(accelerator: VirtualAccelerator) -> ProbeContext:
 
 
 def _report(finding: FindingT, on_message: OnMessage) -> FindingT:
-    """Report a finding to `on_message` and return it."""
+    """Pass a finding to `on_message` as a message, and return the finding."""
     on_message(f"{finding.claim}: {finding.verdict}" if isinstance(finding, Finding) else describe_pipeline(finding))
     return finding
 
@@ -237,7 +237,7 @@ def _make_verification(
 
 
 def _read_commit() -> str:
-    """Return the checkout's commit, or an empty string for an installed package."""
+    """Return the commit of the source checkout, or an empty string for an installed package."""
     if not (_ROOT / ".git").exists():
         return ""
     # `describe --dirty` may rewrite the index. Without optional locks it cannot block a concurrent git command.

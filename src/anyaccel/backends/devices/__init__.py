@@ -1,1 +1,1 @@
-"""Built-in backends: one module per accelerator, with a sheet, a driver and `BACKEND`."""
+"""Built-in backends: one module per accelerator, each with a sheet, a driver and a `BACKEND`."""

@@ -1,4 +1,4 @@
-"""The CPU: always available, correct in every dtype, and the reference for all other devices."""
+"""The CPU backend: always available, correct in every dtype, and the reference for all other devices."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ _CGROUPS = (
 
 
 class CpuDriver(Driver):
-    """CPU driver without a caching allocator or streams; memory figures come from the operating system."""
+    """The CPU driver, without a caching allocator or streams; memory figures come from the operating system."""
 
     def count(self) -> int:
         return 1
@@ -200,7 +200,7 @@ class CpuDriver(Driver):
 
 
 def _read(path: str) -> str:
-    """Return the content of a system file, or an empty string if it does not exist."""
+    """Return the contents of a system file, or an empty string if it does not exist."""
     file = Path(path)
     return file.read_text() if file.is_file() else ""
 

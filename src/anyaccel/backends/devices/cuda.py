@@ -425,7 +425,7 @@ ROCM = replace(
 
 
 class CudaDriver(Driver):
-    """CUDA driver: supports CUDA graphs, events and side streams."""
+    """The CUDA driver, which supports CUDA graphs, events and side streams."""
 
     has_events = True
 

@@ -327,7 +327,7 @@ SHEET = Sheet(
 
 
 class HpuDriver(Driver):
-    """Gaudi driver: each process uses one device, and `synchronize` does not accept an index."""
+    """The Gaudi driver: each process uses one device, and `synchronize` does not accept an index."""
 
     def synchronize(self, index: int) -> None:
         self.module().synchronize()

@@ -395,7 +395,7 @@ SHEET = Sheet(
 
 
 class MpsDriver(Driver):
-    """MPS driver for a single device; the memory functions in `torch.mps` have different names."""
+    """The MPS driver: there is a single device, and the memory functions in `torch.mps` have different names."""
 
     def synchronize(self, index: int) -> None:
         self.module().synchronize()

@@ -297,7 +297,7 @@ SHEET = Sheet(
 
 
 class NeuronDriver(Driver):
-    """Neuron driver: memory figures are valid only after synchronizing, and free memory is computed."""
+    """The Neuron driver: memory figures are valid only after synchronizing, and free memory is computed."""
 
     def synchronize(self, index: int) -> None:
         self.module().synchronize()

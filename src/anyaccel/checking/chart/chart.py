@@ -1,4 +1,4 @@
-"""Chart data: every tiny pipeline on every virtual device, in plain diffusers and placed by anyaccel."""
+"""Chart data: every tiny pipeline on every virtual device, with plain diffusers and with anyaccel."""
 
 from __future__ import annotations
 
@@ -114,9 +114,9 @@ def find_families(names: Sequence[str], all_recipes: Iterable[Recipe]) -> list[R
 def make_chart(
     recipes: Sequence[Recipe], devices: Sequence[str], *, jobs: int = 2, on_progress: OnChartProgress | None = None
 ) -> Generator[ChartRow, None, None]:
-    """Run every recipe on every virtual device in both modes, and yield each row when it is complete.
+    """Run every recipe on every virtual device in both modes, and yield each row as soon as it is complete.
 
-    The worker processes end when the generator is closed or raises an error.
+    The worker processes are terminated when the generator is closed or raises an error.
     """
     _import_pipelines(recipes)
     groups = list(_group(recipes))

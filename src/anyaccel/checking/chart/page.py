@@ -38,7 +38,7 @@ def _read(name: str) -> str:
 
 
 def _as_json(data: Mapping[str, Any]) -> str:
-    """Return JSON that is safe in a script element: ASCII, with no `<` that could end it or start a comment."""
+    """Return JSON that is safe inside a script element: ASCII only, with `<`, `>` and `&` escaped."""
     # `json.dumps` writes ASCII by default, which also escapes U+2028 and U+2029.
     text = json.dumps(_without_infinity(data), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

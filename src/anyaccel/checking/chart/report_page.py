@@ -14,7 +14,10 @@ __all__ = ["write_report_page"]
 
 
 def write_report_page(report: Report, environment: Mapping[str, Any] | None = None) -> str:
-    """Return a report's HTML page; `environment` has the date and versions: `{"versions": {"torch": "2.13.0"}}`."""
+    """Return a report's HTML page.
+
+    `environment` contains the date and the versions, for example `{"versions": {"torch": "2.13.0"}}`.
+    """
     devices = {name: _as_dict(device) for name, device in report.devices.items()}
     return fill_page(
         "report.html",

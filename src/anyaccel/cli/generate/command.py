@@ -1,4 +1,4 @@
-"""`anyaccel generate PROMPT…`: generates images from prompts and stores generation metadata in each file."""
+"""`anyaccel generate PROMPT…`: generates images from prompts and stores the metadata in each file."""
 
 from __future__ import annotations
 

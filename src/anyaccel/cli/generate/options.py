@@ -1,4 +1,4 @@
-"""Options of `anyaccel generate`, validated before a model is loaded."""
+"""Options for `anyaccel generate`, validated before a model is loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STDOUT = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the command; None means that an option is not set."""
+    """Options for the command; None means that an option is not set."""
 
     prompts: Sequence[str] = ()
     prompts_file: str | None = None

@@ -31,7 +31,7 @@ __all__ = ["GenerateRun"]
 
 
 class GenerateRun(ProgressListener):
-    """State of one run.
+    """State of one run of `anyaccel generate`.
 
     torch is imported only after the options are validated, so usage errors appear immediately.
     """
@@ -51,7 +51,7 @@ class GenerateRun(ProgressListener):
         """Raised at the end of the run if another process wrote one of the requested files."""
 
     def run(self) -> None:
-        """Run the command; restore the terminal even after an error."""
+        """Run the command and restore the terminal, even after an error."""
         try:
             with self.interruption.handling():
                 self._run()

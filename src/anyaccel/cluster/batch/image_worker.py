@@ -110,7 +110,7 @@ class ImageWorker:
         )
 
     def generate(self, rows: Sequence[BatchRow]) -> list[RowImage | RowFailed]:
-        """Generate images for rows of the same shape in one pipeline call; if it fails, run the rows one by one."""
+        """Generate images for rows of the same shape in one pipeline call; if it fails, retry them one by one."""
         try:
             return self._generate(rows)
         except Exception as error:  # noqa: BLE001 - any error belongs to the row; the other rows continue
@@ -146,7 +146,7 @@ def _device_name(settings: WorkerSettings) -> str:
 
 
 def _choose_rows_per_call(pipe: Any) -> int:
-    """Return the number of rows per pipeline call: 1 on the CPU, where larger batches are not faster.
+    """Return the number of rows per pipeline call, which is 1 on the CPU, where batching is not faster.
 
     With one row per call, each image is bit-identical to one generated on its own.
     """

@@ -163,7 +163,7 @@ class OutputFolder:
         return not size and not any(self._images.iterdir())
 
     def _read_manifest(self) -> dict[int, dict[str, Any]]:
-        """Return the last manifest line for each row, after removing an incomplete line left by a crash."""
+        """Remove an incomplete line left by a crash, and return the last manifest line for each row."""
         path = self.path / _MANIFEST
         if not path.exists():
             return {}
@@ -238,7 +238,7 @@ class OutputFolder:
 
 
 def _is_empty_image_folder(path: Path) -> bool:
-    """Return whether a path is an empty image folder, left by a batch that could not write `run.json`."""
+    """Return whether a path is an empty image folder left by a batch that could not write `run.json`."""
     return path.name in (_IMAGES, _V0_1_IMAGES) and path.is_dir() and not any(path.iterdir())
 
 

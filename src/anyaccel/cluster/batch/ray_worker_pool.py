@@ -1,4 +1,4 @@
-"""Worker pool of Ray actors: runs the same workers as the local pool, on any machine with a free device."""
+"""Worker pool of Ray actors, which run the same workers as the local pool on any node with a free device."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ __all__ = ["RayWorkerPool"]
 class _Actor:
     """Ray actor that holds one batch worker.
 
-    The model is loaded by `load`, which returns errors, because Ray reports an exception in a constructor as the death
-    of the actor.
+    The model is loaded by `load`, which returns errors instead of raising them: if a constructor raises an
+    exception, Ray reports only that the actor died.
     """
 
     def __init__(self, settings: WorkerSettings, counted_by_ray: bool) -> None:

@@ -41,15 +41,15 @@ class BatchRow:
 
     @functools.cached_property
     def shape(self) -> str:
-        """Key shared by rows that can run in the same pipeline call."""
+        """Key shared by rows that can be generated in the same pipeline call."""
         return json.dumps(self.call, sort_keys=True)
 
 
 def read_rows(source: str) -> tuple[list[BatchRow], str]:
-    """Read rows from a file (`-` is stdin); return them with the SHA-256 digest of the file.
+    """Read rows from a file, or from stdin if `source` is `-`; return them with the SHA-256 digest of the input.
 
-    Raises an error that lists the first invalid lines. A row without a seed is assigned one that depends only on its
-    line number and prompt, so a resumed batch generates the same image.
+    Raises an error that lists the first invalid lines. A row without a seed is assigned one that depends only
+    on its line number and prompt, so a resumed batch generates the same image.
     """
     content, name = _read(source), "stdin" if source == "-" else source
     rows, problems = [], []
@@ -124,7 +124,7 @@ def _reject_constant(text: str) -> Any:
 
 
 def _check_values(call: Mapping[str, Any]) -> None:
-    """Raise if the manifest cannot store a value: a lone surrogate, or a number that overflows to infinity."""
+    """Raise if a value is invalid or cannot be stored in the manifest, such as a string with a lone surrogate."""
     for name, value in call.items():
         # Encoding is the check: it visits nested values too.
         try:

@@ -37,7 +37,7 @@ _MAX_FAILED_STARTS = 10
 
 @dataclass(eq=False)
 class _RowTask:
-    """A row to run, and its number of failed attempts."""
+    """A row to generate, and its number of failed attempts."""
 
     row: BatchRow
     errors: int = 0
@@ -70,7 +70,7 @@ class BatchSummary:
 
 
 class BatchRun:
-    """Batch run: generates images for the unfinished rows of an output folder on a worker pool."""
+    """Batch run that generates images for the unfinished rows of an output folder on a worker pool."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class BatchRun:
         self.started_at = self.working_since = time.monotonic()
 
     def run(self) -> BatchSummary:
-        """Run the unfinished rows. If the run is interrupted, the finished rows remain on disk."""
+        """Generate the unfinished rows; if the run is interrupted, the finished rows remain on disk."""
         self.listener.on_start(self.finished, len(self.rows))
         try:
             if self.tasks:
@@ -237,8 +237,8 @@ class BatchRun:
     def _take(self, number: int, limit: int) -> list[_RowTask]:
         """Remove the next rows of the same shape from the queue and return them for a worker.
 
-        A failed row is retried on another worker if there is one. A row that failed, or that was running when a worker
-        died, runs in its own pipeline call.
+        A failed row is retried on another worker if there is one. A row that failed, or that was in progress when
+        a worker died, gets its own pipeline call.
         """
         is_only_worker = sum(worker.facts is not None for worker in self.workers.values()) < 2
         first = next((task for task in self.tasks if is_only_worker or task.failed_on != number), None)

@@ -1,4 +1,4 @@
-"""Entry point for a batch: checks the input, finds local or Ray workers, and runs the rows."""
+"""Entry point for a batch: checks the input, finds local or Ray workers, and generates the images."""
 
 from __future__ import annotations
 

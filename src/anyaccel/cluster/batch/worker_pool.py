@@ -1,4 +1,4 @@
-"""Worker pool interface for the batch runner, and its implementation with local processes."""
+"""Worker pool interface for the batch runner, and an implementation that uses local processes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class WorkerPool(Protocol):
 
 
 class LocalWorkerPool:
-    """Pool with one local process per worker, each connected through a pipe."""
+    """Worker pool with one local process per worker, each connected through a pipe."""
 
     def __init__(self) -> None:
         self._workers: dict[int, PipeWorker] = {}
@@ -89,7 +89,7 @@ class LocalWorkerPool:
         self._workers[worker].send(list(rows))
 
     def wait(self, seconds: float) -> list[Event]:
-        """Read one message per process; messages sent before a process died precede its `WorkerDied` event."""
+        """Wait for messages and return one event per process; a `WorkerDied` event follows all earlier messages."""
         ready = wait_for_messages(self._workers.values(), seconds)
         return [self._read(worker, process) for worker, process in list(self._workers.items()) if process in ready]
 
@@ -123,7 +123,7 @@ def _format_exit(code: int | None) -> str:
 
 
 def run_worker(pipe: ParentPipe, settings: WorkerSettings) -> None:
-    """Load the model and process rows received through the pipe. Entry point of a worker process."""
+    """Load the model and process the rows received through the pipe; entry point of a worker process."""
     with quiet_libraries():
         _serve(pipe, settings)
 

@@ -74,7 +74,7 @@ class DeploymentState:
 
 
 def read_replicas(text: str | None) -> int | str | None:
-    """Parse `--replicas`: an integer, `auto`, or None for one per device."""
+    """Parse `--replicas`: an integer, `auto`, or None for one replica per device."""
     if text is None or text == "auto":
         return text
     if not text.isdigit() or int(text) < 1:
@@ -145,10 +145,10 @@ class Application:
 
 
 class Applications:
-    """Ray Serve applications of one service.
+    """All Ray Serve applications of one service.
 
-    Their names contain a digest of the host name and data folder, so a restarted service can find the applications left
-    behind when the previous process was killed.
+    Their names contain a digest of the host name and data folder, so a restarted service can find the
+    applications left behind when the previous process was killed.
     """
 
     def __init__(self, settings: ServerSettings, groups: Sequence[DeviceGroup]) -> None:
@@ -230,9 +230,9 @@ def _read_state(status: Any, group: DeviceGroup) -> DeploymentState:
 
 
 def _make_replica_settings(settings: ServerSettings) -> ServerSettings:
-    """Return the settings for replicas: without API keys, and with absolute paths.
+    """Return the settings for replicas, without API keys and with absolute paths.
 
-    Replicas run in a different working directory.
+    The paths must be absolute because replicas run in a different working directory.
     """
     return replace(
         settings,

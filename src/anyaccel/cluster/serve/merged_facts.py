@@ -1,4 +1,4 @@
-"""Merged properties of a model across devices, and the combined heartbeats of all replicas."""
+"""Functions that merge a model's properties across devices and the heartbeats of all replicas."""
 
 from __future__ import annotations
 

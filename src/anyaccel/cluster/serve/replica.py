@@ -61,7 +61,7 @@ class Replica:
         return self.load_error or self.models
 
     async def generate(self, message: RunJob) -> AsyncIterator[list[Any]]:
-        """Run a job that consists of a single image, and yield lists of messages about it.
+        """Run a job that consists of a single image, and yield lists of messages about its progress.
 
         If the caller disconnects or cancels the request, generation stops at the next step.
         """
@@ -84,7 +84,7 @@ class Replica:
             del self.mailboxes[message.job]
 
     def check_health(self) -> None:
-        """Raise if Ray Serve should replace this replica. Called periodically by Ray Serve."""
+        """Raise if Ray Serve, which calls this method periodically, should replace this replica."""
         limit = self.settings.limits.hang_s
         if self.load_error is not None and time.monotonic() - self.created_at > _FAILURE_VISIBLE_S:
             raise RuntimeError(self.load_error.message)
@@ -107,7 +107,7 @@ class Replica:
 
 
 class _Mailbox:
-    """Messages about one image, passed from the worker's threads to the coroutine that streams them."""
+    """Mailbox that passes messages about one image from the worker's threads to the coroutine that streams them."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()

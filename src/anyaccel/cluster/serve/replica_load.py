@@ -1,9 +1,9 @@
 """Replica load tracking, and replica selection for new images.
 
 Only images of the same shape can share a batch; different shapes on one device take turns. The score
-therefore prefers replicas that run no images of other shapes, and among those the least busy one. An idle
-replica comes first. Once two shapes run on two replicas, a new image goes to the replica that already runs
-its shape.
+therefore prefers replicas that are not generating images of other shapes and, among those, the least
+busy one. An idle replica comes first. Once two replicas are generating images of two shapes, a new image
+goes to the replica that is already generating its shape.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class _Assignment:
 
 
 class ReplicaLoad:
-    """Images that are running on each replica.
+    """Record of the images that each replica is generating.
 
-    This record is complete, because only this process sends images to the replicas.
+    The record is complete, because only this process sends images to the replicas.
     """
 
     def __init__(self) -> None:
@@ -58,18 +58,18 @@ class ReplicaLoad:
         return [replica for replica in replicas if not self.is_lost(replica)]
 
     def assign(self, task: str, app: str, replica: str, shape: Shape) -> None:
-        """Record that an image is running on a replica."""
+        """Record that a replica is generating an image."""
         with self._lock:
             self._assignments[task] = _Assignment(app, replica, shape)
 
     def release(self, task: str) -> str | None:
-        """Record that an image is no longer running; return the ID of the replica that ran it."""
+        """Record that an image is no longer being generated; return the ID of the replica it was assigned to."""
         with self._lock:
             assignment = self._assignments.pop(task, None)
         return None if assignment is None else assignment.replica
 
     def find_replica(self, task: str) -> str | None:
-        """Return the ID of the replica that is running an image."""
+        """Return the ID of the replica that is generating an image."""
         with self._lock:
             assignment = self._assignments.get(task)
         return None if assignment is None else assignment.replica
@@ -93,8 +93,8 @@ class ReplicaLoad:
     def score(self, replica: str, shape: Shape, limit: int) -> tuple[bool, int, float]:
         """Return a key for sorting replicas by their suitability for an image; lower is better.
 
-        The key contains, in this order: whether the replica is full, the number of images of other shapes, and the
-        utilization.
+        The key contains, in this order, whether the replica is full, the number of images of other shapes, and
+        its utilization.
         """
         with self._lock:
             shapes = [item.shape for item in self._assignments.values() if item.replica == replica]

@@ -1,4 +1,4 @@
-"""Pool of replicas that replaces the service's worker process: each image is one request to Ray Serve.
+"""Pool of replicas that replaces the service's worker process; each image is one request to Ray Serve.
 
 If a replica dies, its images are generated again on another replica, and their jobs continue.
 """
@@ -129,7 +129,7 @@ class ReplicaPool:
         return capacity > 0 and (busy == 0 or busy + images <= capacity)
 
     def end(self) -> None:
-        """Cancel all running images and delete the applications from the cluster."""
+        """Cancel all images in progress and delete the applications from the cluster."""
         with self._lock:
             if self._ended:
                 return
@@ -145,7 +145,7 @@ class ReplicaPool:
         self._inbox.put(EOFError)
 
     def describe_end(self) -> str:
-        """Describe how the pool ended, for the log."""
+        """Return a description of how the pool ended, for the log."""
         return f"with its cluster: {self._status}" if self._status else "with its cluster"
 
     # One image
@@ -174,7 +174,7 @@ class ReplicaPool:
             self._stop(job)
 
     def _generate(self, task: _ImageTask) -> JobFailed | None:
-        """Send an image to replicas until one generates it; return None on success or cancellation."""
+        """Send an image to one replica after another until it is generated; return None on success or cancellation."""
         while not task.job.stopped:
             app = REPLICA_LOAD.choose_app(self._apps, task.shape)
             if app is None:
@@ -292,7 +292,7 @@ class ReplicaPool:
         return ModelsReady(merge_facts([self._facts[app] for app in self._apps], capacity))
 
     def _load_facts(self) -> bool:
-        """Request the model properties from each application that has a replica; return whether all have arrived."""
+        """Request the model properties from each application that has a replica; return whether all were received."""
         states = self._applications.read_states()
         for name, app in self._applications.all.items():
             state = states[name]
@@ -344,7 +344,7 @@ def _split(message: RunJob) -> _PoolJob:
 def _read(value: str | bytes) -> bytes:
     """Return the content of an input image, reading the file if `value` is a path.
 
-    Replicas on other machines cannot read the file.
+    The content is sent to the replicas, because those on other machines cannot read the file.
     """
     if isinstance(value, bytes):
         return value

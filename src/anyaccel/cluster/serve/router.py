@@ -18,7 +18,7 @@ __all__ = ["ShapeRouter"]
 class ShapeRouter(RequestRouter):
     """Ray Serve request router, which runs in the process that holds the deployment handle.
 
-    It only ranks the replicas: Ray Serve still asks the chosen replica whether it accepts the request.
+    It only ranks the replicas; Ray Serve still asks the chosen replica whether it accepts the request.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
@@ -45,7 +45,7 @@ class ShapeRouter(RequestRouter):
         return [[replica] for replica in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Record which replica accepted the request; it may not be the first choice."""
+        """Record which replica accepted the request, because it may not be the first choice."""
         message = _find_run_job(pending_request)
         if message is not None:
             shape = replica_load.find_shape(message.spec)

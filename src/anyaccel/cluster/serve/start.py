@@ -35,7 +35,7 @@ def serve_on_ray(
 
 @contextmanager
 def _stopping_serve() -> Iterator[None]:
-    """Shut down Ray Serve after the `with` block, unless it was already running or another application uses it."""
+    """Shut down Ray Serve after the `with` block, unless it was already running or is used by another app."""
     serve = import_serve()
     # `serve.status()` does not raise if Serve is not running, so look for its controller.
     try:

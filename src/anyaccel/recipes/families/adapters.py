@@ -1,4 +1,4 @@
-"""Adapters for Stable Diffusion: T2I-Adapter, IP-Adapter, ControlNet-XS."""
+"""Adapters for Stable Diffusion: T2I-Adapter, IP-Adapter and ControlNet-XS."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def t2i_adapter() -> Any:
 
 
 def parts_with_controlnet_xs(base: Any, **more: Any) -> dict[str, Any]:
-    """Return the components of Stable Diffusion and a ControlNet-XS half as wide as the UNet."""
+    """Return the components of Stable Diffusion plus a ControlNet-XS that is half as wide as the UNet."""
     parts: dict[str, Any] = base.parts(unet=base.denoiser(layers_per_block=2, **ATTENTION_FIRST, **more))
     parts["controlnet"] = diffusers.ControlNetXSAdapter.from_unet(
         parts["unet"], size_ratio=0.5, conditioning_embedding_out_channels=(8, 16)
@@ -39,7 +39,7 @@ def parts_with_controlnet_xs(base: Any, **more: Any) -> dict[str, Any]:
 
 
 def parts_for_ip_adapter() -> dict[str, Any]:
-    """Return the components of Stable Diffusion and an image encoder."""
+    """Return the components of Stable Diffusion plus an image encoder."""
     return stable_diffusion.parts(image_encoder=clip_vision(), feature_extractor=clip_image_processor())
 
 

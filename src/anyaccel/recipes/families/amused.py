@@ -20,7 +20,7 @@ recipe = functools.partial(make_recipe, family="amused")
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of aMUSEd, with a codebook of sixteen codes and a mask token."""
+    """Return the components of aMUSEd, with a codebook of 16 entries and a mask token."""
     return {
         "transformer": diffusers.UVit2DModel(
             hidden_size=16,

@@ -31,12 +31,12 @@ def motion_adapter() -> Any:
 
 
 def without(parts: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Return the components without the named ones, which these pipelines do not accept."""
+    """Return the components except the named ones, which these pipelines do not accept."""
     return {name: part for name, part in parts.items() if name not in names}
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """Return the components of Stable Diffusion with a linear beta schedule, and a motion adapter."""
+    """Return the components of Stable Diffusion, with a linear beta schedule, plus a motion adapter."""
     base = stable_diffusion.parts(
         scheduler=diffusers.DDIMScheduler(beta_schedule="linear", clip_sample=False, steps_offset=1),
         motion_adapter=motion_adapter(),
@@ -46,7 +46,7 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_xl() -> dict[str, Any]:
-    """Return the components of SDXL and a motion adapter."""
+    """Return the components of SDXL plus a motion adapter."""
     scheduler = diffusers.DDIMScheduler(beta_schedule="linear", clip_sample=False, steps_offset=1)
     base = stable_diffusion_xl.parts(scheduler=scheduler, motion_adapter=motion_adapter())
     return without(base, "add_watermarker")
@@ -74,7 +74,7 @@ def call(**more: Any) -> dict[str, Any]:
 
 
 def call_halfway(**more: Any) -> dict[str, Any]:
-    """Return call arguments for video to video at strength 0.5, which runs the last two of four steps."""
+    """Return call arguments for video-to-video at strength 0.5, which runs the last two of four steps."""
     return prompted(
         video=make_video(FRAMES, SIZE), height=SIZE, width=SIZE, strength=0.5, num_inference_steps=4, **more
     )

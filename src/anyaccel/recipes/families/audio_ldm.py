@@ -93,7 +93,7 @@ def denoiser() -> Any:
 
 
 def scheduler() -> Any:
-    """Return the scheduler that both models use."""
+    """Return the scheduler used by both AudioLDM and AudioLDM 2."""
     return diffusers.DDIMScheduler(
         beta_start=0.0015, beta_end=0.0195, beta_schedule="scaled_linear", clip_sample=False, steps_offset=1
     )
@@ -112,7 +112,7 @@ def audio_ldm() -> dict[str, Any]:
 
 
 def audio_ldm_2() -> dict[str, Any]:
-    """Return the components of AudioLDM 2, in which GPT-2 maps CLAP and T5 embeddings to the UNet context."""
+    """Return the components of AudioLDM 2, where GPT-2 maps CLAP and T5 embeddings to the UNet context."""
     home = importlib.import_module("diffusers.pipelines.audioldm2.modeling_audioldm2")
     language = transformers.GPT2Config(
         n_embd=16,

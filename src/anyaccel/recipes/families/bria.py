@@ -23,7 +23,7 @@ recipe = functools.partial(make_recipe, family="bria")
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of Bria: FLUX with T5 as the only text encoder."""
+    """Return the components of Bria: FLUX with only a T5 text encoder."""
     return {
         "transformer": diffusers.BriaTransformer2DModel(
             in_channels=16,
@@ -42,7 +42,7 @@ def parts() -> dict[str, Any]:
 
 
 def parts_of_fibo() -> dict[str, Any]:
-    """Return the components of FIBO, in which each transformer block reads a different language model layer."""
+    """Return the components of FIBO, where each transformer block receives a different language model layer."""
     return {
         "transformer": diffusers.BriaFiboTransformer2DModel(
             in_channels=CHANNELS,

@@ -1,4 +1,4 @@
-"""Chroma: text to image, image to image, inpainting."""
+"""Chroma: text-to-image, image-to-image and inpainting."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def transformer() -> Any:
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of Chroma: FLUX with T5 as the only text encoder and modulations from a small network."""
+    """Return the components of Chroma: FLUX with only a T5 text encoder and modulations from a small network."""
     return {
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
         "vae": autoencoder_kl(

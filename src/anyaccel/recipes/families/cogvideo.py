@@ -1,4 +1,4 @@
-"""CogVideoX: text to video, image to video, video to video, control video."""
+"""CogVideoX: text-to-video, image-to-video, video-to-video and control video."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def autoencoder_cogvideo() -> Any:
 
 
 def transformer(*, in_channels: int = CHANNELS, rotary: bool = False) -> Any:
-    """Return the transformer; `rotary` selects the rotary embeddings of the large model."""
+    """Return the transformer; `rotary` enables the rotary embeddings that the large model uses."""
     return diffusers.CogVideoXTransformer3DModel(
         num_attention_heads=2,
         attention_head_dim=16,
@@ -66,7 +66,7 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_with_control() -> dict[str, Any]:
-    """Return the components of the control model, which uses DDIM."""
+    """Return the components of the CogVideoX control model, which uses DDIM."""
     return parts(
         transformer=transformer(in_channels=2 * CHANNELS, rotary=True),
         scheduler=diffusers.CogVideoXDDIMScheduler(prediction_type="v_prediction", timestep_spacing="trailing"),

@@ -58,17 +58,17 @@ def controlnet_union() -> Any:
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of Stable Diffusion and a ControlNet."""
+    """Return the components of Stable Diffusion plus a ControlNet."""
     return stable_diffusion.parts(controlnet=controlnet())
 
 
 def parts_xl() -> dict[str, Any]:
-    """Return the components of SDXL and a ControlNet."""
+    """Return the components of SDXL plus a ControlNet."""
     return stable_diffusion_xl.parts(controlnet=controlnet_xl())
 
 
 def parts_union() -> dict[str, Any]:
-    """Return the components of SDXL and a union ControlNet."""
+    """Return the components of SDXL plus a ControlNet-Union model."""
     return stable_diffusion_xl.parts(controlnet=controlnet_union())
 
 
@@ -78,7 +78,7 @@ def call(**more: Any) -> dict[str, Any]:
 
 
 def call_halfway(**more: Any) -> dict[str, Any]:
-    """Return call arguments for image to image with a condition image, which runs the last two of four steps."""
+    """Return call arguments for image-to-image with a condition image, which runs the last two of four steps."""
     return prompted(
         image=make_image(SIZE), control_image=make_image(SIZE, seed=2), strength=0.5, num_inference_steps=4, **more
     )

@@ -1,4 +1,4 @@
-"""DeepFloyd IF: text to pixels, and the super-resolution stage."""
+"""DeepFloyd IF: the text-to-image stage, which works in pixel space, and the super-resolution stage."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def call(**more: Any) -> dict[str, Any]:
 
 
 def call_halfway(**more: Any) -> dict[str, Any]:
-    """Return call arguments for image to image at strength 0.5, which runs the last two of four steps."""
+    """Return call arguments for image-to-image at strength 0.5, which runs the last two of four steps."""
     return call(strength=0.5, **more) | {"num_inference_steps": 4}
 
 

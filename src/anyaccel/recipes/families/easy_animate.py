@@ -1,4 +1,4 @@
-"""EasyAnimate: text to video, inpainting."""
+"""EasyAnimate: text-to-video and inpainting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ recipe = functools.partial(make_recipe, family="easy-animate")
 
 
 def parts(*, in_channels: int = 4) -> dict[str, Any]:
-    """Return the components of EasyAnimate 5.1; inpainting requires input channels for a mask and a masked video."""
+    """Return the components of EasyAnimate 5.1; inpainting adds input channels for a mask and a masked video."""
     return {
         "vae": diffusers.AutoencoderKLMagvit(
             latent_channels=4,

@@ -1,4 +1,4 @@
-"""FLUX.1: text to image, image to image, inpainting, fill, control, ControlNet, Kontext."""
+"""FLUX.1: text-to-image, image-to-image, inpainting, Fill, Control, ControlNet and Kontext."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def transformer_shape(**more: Any) -> dict[str, Any]:
 
 
 def flow_scheduler() -> Any:
-    """Return the FLUX scheduler, with a shift that depends on the image size."""
+    """Return the FLUX scheduler, with a timestep shift that depends on the image size."""
     return diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
 
 
 def parts(*, in_channels: int = PATCH) -> dict[str, Any]:
-    """Return the components of FLUX.1; control and fill variants have more input channels."""
+    """Return the components of FLUX.1; the Control and Fill variants have more input channels."""
     return {
         "scheduler": flow_scheduler(),
         "vae": autoencoder_kl(
@@ -62,7 +62,7 @@ def parts(*, in_channels: int = PATCH) -> dict[str, Any]:
 
 
 def parts_with_controlnet() -> dict[str, Any]:
-    """Return the components of FLUX.1 and a ControlNet."""
+    """Return the components of FLUX.1 plus a ControlNet."""
     return parts() | {"controlnet": diffusers.FluxControlNetModel(**transformer_shape())}
 
 
@@ -72,12 +72,12 @@ def call(**more: Any) -> dict[str, Any]:
 
 
 def call_halfway(**more: Any) -> dict[str, Any]:
-    """Return call arguments for image to image at strength 0.5, which runs the last two of four steps."""
+    """Return call arguments for image-to-image at strength 0.5, which runs the last two of four steps."""
     return call(image=make_image(SIZE), strength=0.5, num_inference_steps=4, **more)
 
 
 def parts_of_redux() -> dict[str, Any]:
-    """Return the components of Redux, which embeds an image as if it were a prompt."""
+    """Return the components of FLUX.1 Redux, which uses an image embedding as the prompt embedding."""
     encoder = importlib.import_module("diffusers.pipelines.flux.modeling_flux").ReduxImageEncoder(
         redux_dim=IMAGE_WIDTH, txt_in_features=TEXT_WIDTH
     )

@@ -36,7 +36,7 @@ def autoencoder_flux_2() -> Any:
 
 
 def parts(*, text_encoder: Any, guidance_embeds: bool, **more: Any) -> dict[str, Any]:
-    """Return the components shared by both models."""
+    """Return the components shared by FLUX.2 and FLUX.2 Klein."""
     return {
         "scheduler": flow_scheduler(),
         "vae": autoencoder_flux_2(),
@@ -57,7 +57,7 @@ def parts(*, text_encoder: Any, guidance_embeds: bool, **more: Any) -> dict[str,
 
 
 def parts_of_klein(**more: Any) -> dict[str, Any]:
-    """Return the components of Klein, with Qwen 3 as the text encoder and classifier-free guidance."""
+    """Return the components of FLUX.2 Klein, with Qwen3 as the text encoder and classifier-free guidance."""
     return parts(text_encoder=qwen_3(), guidance_embeds=False, **more)
 
 
@@ -72,7 +72,7 @@ def call(**more: Any) -> dict[str, Any]:
 
 
 def call_without_guidance() -> dict[str, Any]:
-    """Return call arguments for the distilled model, which does not use guidance."""
+    """Return call arguments for the distilled model, which does not use classifier-free guidance."""
     arguments = call(image=make_image(64))  # the smallest size that it accepts
     del arguments["guidance_scale"]
     return arguments

@@ -18,7 +18,7 @@ SIZE = 32
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of HiDream: four text encoders and a mixture of experts."""
+    """Return the components of HiDream-I1: four text encoders and a mixture-of-experts transformer."""
     return {
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         "vae": autoencoder_kl(shift_factor=0.1159, scaling_factor=0.3611),

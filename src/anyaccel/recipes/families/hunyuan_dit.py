@@ -1,4 +1,4 @@
-"""Hunyuan-DiT: text to image, ControlNet."""
+"""Hunyuan-DiT: text-to-image and ControlNet."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def controlnet() -> Any:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments without resolution binning, which assumes high-resolution images."""
+    """Return call arguments that disable resolution binning, which assumes high-resolution images."""
     return prompted(height=SIZE, width=SIZE, use_resolution_binning=False) | more
 
 

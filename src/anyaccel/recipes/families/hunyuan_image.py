@@ -20,13 +20,13 @@ recipe = functools.partial(make_recipe, family="hunyuan-image")
 
 
 def byt5() -> dict[str, Any]:
-    """Return the byte-level T5 and its tokenizer, which encode text to be rendered in the image."""
+    """Return a byte-level T5 (ByT5) and its tokenizer, which encode text to be rendered in the image."""
     tokenizer = transformers.ByT5Tokenizer()
     return {"text_encoder_2": t5_encoder(vocab_size=len(tokenizer)), "tokenizer_2": tokenizer}
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of HunyuanImage."""
+    """Return the components of HunyuanImage 2.1."""
     return byt5() | {
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=4.0),
         "vae": diffusers.AutoencoderKLHunyuanImage(

@@ -1,4 +1,4 @@
-"""HunyuanVideo: text to video, image to video with SkyReels and FramePack, and HunyuanVideo 1.5."""
+"""HunyuanVideo: text-to-video, image-to-video with SkyReels and FramePack, and HunyuanVideo 1.5."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def parts_of_skyreels() -> dict[str, Any]:
 
 
 def parts_of_framepack() -> dict[str, Any]:
-    """Return the components of FramePack, which compresses generated frames into a few tokens."""
+    """Return the components of FramePack, which compresses already generated frames into a few tokens."""
     shape = transformer_shape(patch_size=2, has_image_proj=True, image_proj_dim=IMAGE_WIDTH, has_clean_x_embedder=True)
     return parts(
         transformer=diffusers.HunyuanVideoFramepackTransformer3DModel(**shape),

@@ -1,4 +1,4 @@
-"""Kandinsky 2.1: prior, decoder, combined, image to image, inpainting."""
+"""Kandinsky 2.1: prior, decoder, combined pipeline, image-to-image and inpainting."""
 
 from __future__ import annotations
 

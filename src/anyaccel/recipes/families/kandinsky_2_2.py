@@ -1,4 +1,4 @@
-"""Kandinsky 2.2: prior, decoder, combined, image to image, inpainting, ControlNet."""
+"""Kandinsky 2.2: prior, decoder, combined pipeline, image-to-image, inpainting and ControlNet."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def call_decoder(**more: Any) -> dict[str, Any]:
 
 
 def call_both(**more: Any) -> dict[str, Any]:
-    """Return call arguments for the combined pipeline that override a deprecated default for `callback_steps`."""
+    """Return call arguments for the combined pipeline, overriding its deprecated default for `callback_steps`."""
     return prompted(height=SIZE, width=SIZE, prior_num_inference_steps=2, callback_steps=None) | more
 
 

@@ -1,4 +1,4 @@
-"""Kandinsky 3: text to image, image to image."""
+"""Kandinsky 3: text-to-image and image-to-image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kandinsky 5: text to image, text to video, image to video."""
+"""Kandinsky 5.0: text-to-image, text-to-video and image-to-video."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ recipe = functools.partial(make_recipe, family="kandinsky-5")
 
 
 def parts(*, vae: Any, visual_cond: bool) -> dict[str, Any]:
-    """Return the components of Kandinsky 5; text to image needs only the tokenizer of Qwen 2.5 VL."""
+    """Return the components of Kandinsky 5.0; text-to-image uses only the tokenizer of Qwen2.5-VL."""
     return {
         "transformer": diffusers.Kandinsky5Transformer3DModel(
             in_visual_dim=4,

@@ -19,7 +19,7 @@ SIZE = 16
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of Krea 2, which reads several hidden layers of Qwen 3 VL."""
+    """Return the components of Krea 2, which uses the outputs of several hidden layers of Qwen3-VL."""
     return {
         "scheduler": flow_scheduler(),
         "vae": autoencoder_qwen(),

@@ -1,4 +1,4 @@
-"""Latent consistency models: text to image, image to image."""
+"""Latent consistency models: text-to-image and image-to-image."""
 
 from __future__ import annotations
 

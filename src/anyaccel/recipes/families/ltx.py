@@ -1,4 +1,4 @@
-"""LTX-Video: text to video, image to video, conditioning, latent upsampling."""
+"""LTX-Video: text-to-video, image-to-video, conditioning and latent upsampling."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ recipe = functools.partial(make_recipe, family="ltx")
 
 
 def autoencoder_ltx() -> Any:
-    """Return the LTX autoencoder with two downsampling levels: 4x in width, height and frame count."""
+    """Return the LTX-Video autoencoder with two downsampling levels: 4x in width, height and frame count."""
     return diffusers.AutoencoderKLLTXVideo(
         latent_channels=CHANNELS,
         block_out_channels=(8, 8, 8, 8),

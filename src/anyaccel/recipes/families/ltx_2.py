@@ -1,4 +1,4 @@
-"""LTX-2: text to video and image to video, both with audio."""
+"""LTX-2: text-to-video and image-to-video, both with audio."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def autoencoder_of_sound() -> Any:
 
 
 def connectors() -> Any:
-    """Return the connectors, which map language model layers to the video and audio contexts."""
+    """Return the connectors, which map language model layers to the video and audio conditioning."""
     home = importlib.import_module("diffusers.pipelines.ltx2.connectors")
     return home.LTX2TextConnectors(
         caption_channels=TEXT_WIDTH,

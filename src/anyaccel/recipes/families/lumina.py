@@ -1,4 +1,4 @@
-"""Lumina: Lumina-Next and Lumina 2."""
+"""Lumina-Next and Lumina Image 2.0."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def parts() -> dict[str, Any]:
 
 
 def parts_of_version_2() -> dict[str, Any]:
-    """Return the components of Lumina 2."""
+    """Return the components of Lumina Image 2.0."""
     return {
         "transformer": diffusers.Lumina2Transformer2DModel(
             sample_size=SIZE // 2,

@@ -1,4 +1,4 @@
-"""Marigold: depth, surface normals and intrinsic decomposition of an image."""
+"""Marigold: depth, surface normals and intrinsic decomposition estimated from an image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Perturbed-attention guidance (PAG), for every pipeline that supports it."""
+"""Perturbed-attention guidance (PAG), for all pipelines that support it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def call(**more: Any) -> dict[str, Any]:
 
 
 def call_halfway(**more: Any) -> dict[str, Any]:
-    """Return call arguments for image to image at strength 0.5, which runs the last two of four steps."""
+    """Return call arguments for image-to-image at strength 0.5, which runs the last two of four steps."""
     return prompted(image=make_image(SIZE), strength=0.5, num_inference_steps=4, pag_scale=3.0, **more)
 
 

@@ -1,4 +1,4 @@
-"""PixArt alpha and sigma."""
+"""PixArt-α and PixArt-Σ."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def parts(*, sample_size: int = SIZE // 2) -> dict[str, Any]:
 
 
 def call() -> dict[str, Any]:
-    """Return call arguments without caption cleaning or resolution binning, which assumes high-resolution images."""
+    """Return call arguments that disable caption cleaning and resolution binning, which assumes large images."""
     return prompted(height=SIZE, width=SIZE, clean_caption=False, use_resolution_binning=False, max_sequence_length=32)
 
 

@@ -42,7 +42,10 @@ def parts() -> dict[str, Any]:
 
 
 def call() -> dict[str, Any]:
-    """Return call arguments with a prompt embedding, because prompt cleaning requires ftfy (not a dependency)."""
+    """Return call arguments with a prompt embedding, so that no prompt is cleaned.
+
+    Prompt cleaning requires ftfy, which is not a dependency.
+    """
     return prompted(
         prompt=None,
         prompt_embeds=embedding(1, 16, TEXT_WIDTH),

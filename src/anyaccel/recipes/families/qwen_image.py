@@ -1,4 +1,4 @@
-"""Qwen-Image: text to image, image to image, inpainting, ControlNet."""
+"""Qwen-Image: text-to-image, image-to-image, inpainting and ControlNet."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_with_controlnet(**more: Any) -> dict[str, Any]:
-    """Return the components of Qwen-Image and a ControlNet."""
+    """Return the components of Qwen-Image plus a ControlNet."""
     return parts(controlnet=diffusers.QwenImageControlNetModel(**transformer_shape(**more)))
 
 
@@ -80,7 +80,7 @@ def call(**more: Any) -> dict[str, Any]:
 
 
 def call_halfway(**more: Any) -> dict[str, Any]:
-    """Return call arguments for image to image at strength 0.5, which runs the last two of four steps."""
+    """Return call arguments for image-to-image at strength 0.5, which runs the last two of four steps."""
     return call(image=make_image(SIZE), strength=0.5, num_inference_steps=4, **more)
 
 

@@ -1,4 +1,4 @@
-"""Stable Cascade and Würstchen: a prior for highly compressed latents, a decoder, and both combined."""
+"""Stable Cascade and Würstchen: prior, decoder and combined pipelines for highly compressed latents."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def unet(**more: Any) -> Any:
 
 
 def prior() -> dict[str, Any]:
-    """Return the components of the first stage."""
+    """Return the components of Stable Cascade's first stage."""
     network = unet(clip_text_in_channels=TEXT_WIDTH, clip_image_in_channels=TEXT_WIDTH)
     return text() | {"prior": network, "scheduler": diffusers.DDPMWuerstchenScheduler()}
 
 
 def decoder() -> dict[str, Any]:
-    """Return the components of the second stage."""
+    """Return the components of Stable Cascade's second stage."""
     network = unet(effnet_in_channels=4, patch_size=2, timestep_conditioning_type=("sca",))
     return text() | {
         "decoder": network,
@@ -77,7 +77,7 @@ def decoder() -> dict[str, Any]:
 
 
 def both() -> dict[str, Any]:
-    """Return the components of both stages."""
+    """Return the components of both Stable Cascade stages."""
     second = decoder()
     del second["latent_dim_scale"]
     return second | {f"prior_{name}": part for name, part in prior().items()}

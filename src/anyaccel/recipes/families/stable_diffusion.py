@@ -1,4 +1,4 @@
-"""Stable Diffusion 1 and 2: text to image, image to image, inpainting."""
+"""Stable Diffusion 1 and 2: text-to-image, image-to-image and inpainting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = 16
 
 
 def denoiser(**more: Any) -> Any:
-    """Return the Stable Diffusion UNet with two levels; the lower one has cross attention."""
+    """Return a Stable Diffusion UNet with two levels; the lower one has cross-attention."""
     return diffusers.UNet2DConditionModel(
         **{
             "sample_size": SIZE // 2,
@@ -35,7 +35,7 @@ def denoiser(**more: Any) -> Any:
 
 
 def scheduler(**more: Any) -> dict[str, Any]:
-    """Return the scheduler arguments that all Stable Diffusion models were trained with."""
+    """Return the scheduler arguments with which all Stable Diffusion models were trained."""
     return {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1} | more
 
 

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3: text to image, image to image, inpainting, ControlNet."""
+"""Stable Diffusion 3: text-to-image, image-to-image, inpainting and ControlNet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ recipe = functools.partial(make_recipe, family="stable-diffusion-3")
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """Return the arguments shared by the transformer and its ControlNet; the context is as wide as both CLIPs."""
+    """Return the arguments shared by the transformer and its ControlNet.
+
+    The context is as wide as the two CLIP embeddings combined.
+    """
     return {
         "sample_size": SIZE // 2,
         "patch_size": 2,
@@ -41,7 +44,10 @@ def transformer_shape(**more: Any) -> dict[str, Any]:
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """Return the components of Stable Diffusion 3.5 medium: three text encoders, dual attention in the first layer."""
+    """Return the components of Stable Diffusion 3.5 Medium, with dual attention in the first layer.
+
+    The model has three text encoders.
+    """
     return {
         "transformer": diffusers.SD3Transformer2DModel(**transformer_shape()),
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -62,7 +68,7 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_with_controlnet(**more: Any) -> dict[str, Any]:
-    """Return the components of Stable Diffusion 3 and a ControlNet."""
+    """Return the components of Stable Diffusion 3 plus a ControlNet."""
     return parts(controlnet=diffusers.SD3ControlNetModel(**transformer_shape(**more)))
 
 

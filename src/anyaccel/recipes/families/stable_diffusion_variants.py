@@ -21,7 +21,7 @@ recipe = functools.partial(make_recipe, family="stable-diffusion")
 
 
 def without(base: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Return the components without the named ones, which a pipeline does not accept."""
+    """Return the components except the named ones, which a pipeline does not accept."""
     return {name: part for name, part in base.items() if name not in names}
 
 
@@ -63,7 +63,7 @@ def latent_upscaler() -> dict[str, Any]:
 
 
 def depth_estimator() -> Any:
-    """Return the depth estimator: a DPT without the convolutional backbone."""
+    """Return a DPT depth estimator without its convolutional backbone."""
     return transformers.DPTForDepthEstimation(
         transformers.DPTConfig(
             hidden_size=32,
@@ -81,7 +81,7 @@ def depth_estimator() -> Any:
 
 
 def by_depth() -> dict[str, Any]:
-    """Return the components for depth to image; the UNet also receives a depth map."""
+    """Return the components for depth-to-image; the UNet also receives a depth map."""
     size = {"height": 32, "width": 32}
     base = parts(
         unet=denoiser(in_channels=5),

@@ -1,4 +1,4 @@
-"""Stable Diffusion XL: base, refiner, image to image, inpainting, InstructPix2Pix."""
+"""Stable Diffusion XL: base, refiner, image-to-image, inpainting and InstructPix2Pix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ recipe = functools.partial(make_recipe, family="stable-diffusion-xl")
 
 
 def denoiser(*, texts: int = 2, sizes: int = 6, **more: Any) -> Any:
-    """Return the SDXL UNet with six size conditions; the refiner has five, including an aesthetic score."""
+    """Return an SDXL UNet; the refiner uses five size conditions, including an aesthetic score, instead of six."""
     return stable_diffusion.denoiser(
         **{
             "cross_attention_dim": texts * TEXT_WIDTH,

@@ -1,4 +1,4 @@
-"""Older video models based on Stable Diffusion: ModelScope, I2VGen-XL, PIA, Text2Video-Zero."""
+"""Older video models based on Stable Diffusion: ModelScope, I2VGen-XL, PIA and Text2Video-Zero."""
 
 from __future__ import annotations
 

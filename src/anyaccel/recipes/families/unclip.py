@@ -1,4 +1,4 @@
-"""unCLIP: pipelines that condition on an image embedding."""
+"""unCLIP: pipelines that are conditioned on an image embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Pipelines without a prompt: DDPM, DDIM, PNDM, score and consistency models, DiT, RePaint, Dance Diffusion."""
+"""Pipelines without a prompt.
+
+DDPM, DDIM, PNDM, score-based and consistency models, DiT, RePaint and Dance Diffusion.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ def latent_diffusion() -> dict[str, Any]:
 
 
 def super_resolution() -> dict[str, Any]:
-    """Return the components of latent diffusion super-resolution; its UNet also receives the low-resolution image."""
+    """Return the components of latent super-resolution; its UNet also receives the low-resolution image."""
     return latent_diffusion() | {"unet": denoiser(in_channels=6, out_channels=3)}
 
 

@@ -1,4 +1,4 @@
-"""Other video models: Mochi, Allegro, Latte, Stable Video Diffusion."""
+"""Other video models: Mochi, Allegro, Latte and Stable Video Diffusion."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def allegro() -> dict[str, Any]:
 
 
 def use_small_tiles(pipe: Any) -> None:
-    """Reduce the tile size, because Allegro can only decode in tiles, by default of 24 frames and 320 pixels."""
+    """Reduce the tile size; Allegro always decodes in tiles, which default to 24 frames and 320 pixels."""
     pipe.vae.enable_tiling()
     pipe.vae.kernel = (8, SIZE, SIZE)
     pipe.vae.stride = (4, SIZE // 2, SIZE // 2)
@@ -106,7 +106,7 @@ def latte() -> dict[str, Any]:
 
 
 def stable_video_diffusion() -> dict[str, Any]:
-    """Return the components of Stable Video Diffusion, in which all group norms have 32 groups."""
+    """Return the components of Stable Video Diffusion, where all group norms have 32 groups."""
     return {
         "vae": diffusers.AutoencoderKLTemporalDecoder(
             block_out_channels=(32, 32), down_block_types=("DownEncoderBlock2D",) * 2

@@ -1,4 +1,4 @@
-"""VisualCloze: a FLUX Fill model that learns a task from example images."""
+"""VisualCloze: a FLUX.1 Fill model that learns a task from example images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ recipe = functools.partial(make_recipe, family="visual-cloze")
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of FLUX Fill."""
+    """Return the components of FLUX.1 Fill."""
     return flux.parts(in_channels=3 * flux.PATCH) | {"resolution": SIZE}
 
 

@@ -1,4 +1,4 @@
-"""Wan: text to video, image to video, video to video, VACE, and editing."""
+"""Wan: text-to-video, image-to-video, video-to-video, VACE and editing."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_two_experts() -> dict[str, Any]:
-    """Return the components of Wan 2.2, with separate transformers for the high-noise and the low-noise steps."""
+    """Return the components of Wan 2.2, with separate transformers for high-noise and low-noise steps."""
     return parts(transformer_2=diffusers.WanTransformer3DModel(**transformer_shape()), boundary_ratio=0.875)
 
 
 def parts_for_images() -> dict[str, Any]:
-    """Return the components for image to video; the transformer also receives image latents and a frame mask."""
+    """Return the components for image-to-video; the transformer also receives image latents and a frame mask."""
     shape = transformer_shape(in_channels=2 * CHANNELS + TIME_SCALE, image_dim=IMAGE_WIDTH, added_kv_proj_dim=24)
     return parts(
         transformer=diffusers.WanTransformer3DModel(**shape),
@@ -104,7 +104,10 @@ def call(**more: Any) -> dict[str, Any]:
 
 
 def call_embedded(**more: Any) -> dict[str, Any]:
-    """Return call arguments with a prompt embedding, because prompt cleaning requires ftfy (not a dependency)."""
+    """Return call arguments with a prompt embedding, so that no prompt is cleaned.
+
+    Prompt cleaning requires ftfy, which is not a dependency.
+    """
     embedded = {
         "prompt_embeds": embedding(1, 32, TEXT_WIDTH),
         "negative_prompt_embeds": embedding(1, 32, TEXT_WIDTH, seed=4),
@@ -120,7 +123,7 @@ def call_without_length(**more: Any) -> dict[str, Any]:
 
 
 def call_halfway() -> dict[str, Any]:
-    """Return call arguments for video to video at strength 0.5, which runs the last two of four steps."""
+    """Return call arguments for video-to-video at strength 0.5, which runs the last two of four steps."""
     return call_without_length(video=make_video(FRAMES, SIZE), strength=0.5, num_inference_steps=4)
 
 

@@ -1,4 +1,4 @@
-"""Video models that use the Wan autoencoder and text encoder: Wan Animate, AnyFlow."""
+"""Video models that use the Wan autoencoder and text encoder: Wan Animate and AnyFlow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Z-Image: text to image, image to image, inpainting, ControlNet."""
+"""Z-Image: text-to-image, image-to-image, inpainting and ControlNet."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tiny components shared by recipes: text encoders, tokenizers, autoencoders, call arguments."""
+"""Tiny components shared by recipes: text encoders, tokenizers, autoencoders and call arguments."""

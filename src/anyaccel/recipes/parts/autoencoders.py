@@ -10,7 +10,7 @@ __all__ = ["autoencoder_kl", "movq"]
 
 
 def autoencoder_kl(*, latent_channels: int = 4, **more: Any) -> Any:
-    """Return the Stable Diffusion autoencoder with two levels: a 16-pixel image has 8-pixel latents."""
+    """Return a Stable Diffusion autoencoder with two levels: a 16-pixel image has 8-pixel latents."""
     return diffusers.AutoencoderKL(
         **{
             "latent_channels": latent_channels,

@@ -16,13 +16,13 @@ def generator() -> Any:
 
 
 def unprompted(**more: Any) -> dict[str, Any]:
-    """Return arguments for two seeded steps with NumPy output."""
+    """Return call arguments for two seeded steps with NumPy output."""
     # Two steps: multistep schedulers use the previous output only from the second one on.
     return {"num_inference_steps": 2, "generator": generator(), "output_type": "np"} | more
 
 
 def prompted(**more: Any) -> dict[str, Any]:
-    """Return arguments for two seeded steps with a prompt and guidance."""
+    """Return call arguments for two seeded steps with a prompt and guidance."""
     return unprompted(prompt="a red fox", guidance_scale=5.0) | more
 
 
@@ -35,7 +35,7 @@ def make_image(size: int, *, seed: int = 1) -> Any:
 
 
 def mask(size: int) -> Any:
-    """Return an inpainting mask that covers the left half."""
+    """Return an inpainting mask that covers the left half of the image."""
     from PIL import Image
 
     half = numpy.zeros((size, size), dtype=numpy.uint8)

@@ -31,7 +31,7 @@ __all__ = [
 
 
 def decoder_arguments(vocabulary: dict[str, int], **more: Any) -> dict[str, Any]:
-    """Return config arguments for a decoder: two layers of width 32 with grouped-query attention."""
+    """Return configuration arguments for a decoder: two layers of width 32 with grouped-query attention."""
     return {
         "vocab_size": len(vocabulary),
         "hidden_size": TEXT_WIDTH,
@@ -52,17 +52,17 @@ def _qwen_token_ids() -> dict[str, int]:
 
 
 def qwen_3_config(**more: Any) -> Any:
-    """Return a tiny Qwen 3 configuration."""
+    """Return the configuration for a tiny Qwen3 model."""
     return transformers.Qwen3Config(**decoder_arguments(QWEN_VOCABULARY, **_qwen_token_ids()) | more)
 
 
 def qwen_3(**more: Any) -> Any:
-    """Return a tiny Qwen 3 with its language modeling head."""
+    """Return a tiny Qwen3 model with its language modeling head."""
     return transformers.Qwen3ForCausalLM(qwen_3_config(**more))
 
 
 def qwen_3_model(**more: Any) -> Any:
-    """Return a tiny Qwen 3 without its language modeling head."""
+    """Return a tiny Qwen3 model without its language modeling head."""
     return transformers.Qwen3Model(qwen_3_config(**more))
 
 
@@ -73,13 +73,13 @@ def _qwen_2_5_decoder(**more: Any) -> dict[str, Any]:
 
 
 def qwen_2_5_vl_text(**more: Any) -> Any:
-    """Return only the text decoder of a tiny Qwen 2.5 VL."""
+    """Return only the text decoder of a tiny Qwen2.5-VL model."""
     module = importlib.import_module("transformers.models.qwen2_5_vl")
     return module.Qwen2_5_VLTextModel(module.Qwen2_5_VLTextConfig(**_qwen_2_5_decoder(**more)))
 
 
 def qwen_2_5_vl(**more: Any) -> Any:
-    """Return a tiny Qwen 2.5 VL with its vision tower, which uses patches of 14 pixels."""
+    """Return a tiny Qwen2.5-VL model with its vision tower, which uses 14-pixel patches."""
     text = _qwen_2_5_decoder(**more)
     vision = {
         "depth": 2,
@@ -103,7 +103,7 @@ def qwen_2_5_vl(**more: Any) -> Any:
 
 
 def mistral_3() -> Any:
-    """Return a tiny Mistral 3: a Mistral decoder with a Pixtral vision tower."""
+    """Return a tiny Mistral 3 model: a Mistral decoder with a Pixtral vision tower."""
     text = transformers.MistralConfig(**decoder_arguments(QWEN_VOCABULARY, **_qwen_token_ids()))
     vision = transformers.PixtralVisionConfig(
         hidden_size=32, intermediate_size=37, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
@@ -116,17 +116,17 @@ def mistral_3() -> Any:
 
 
 def gemma(**more: Any) -> Any:
-    """Return a tiny Gemma 1 without its language modeling head."""
+    """Return a tiny Gemma 1 model without its language modeling head."""
     return transformers.GemmaModel(transformers.GemmaConfig(**decoder_arguments(GEMMA_VOCABULARY) | more))
 
 
 def gemma_2(**more: Any) -> Any:
-    """Return a tiny Gemma 2 without its language modeling head."""
+    """Return a tiny Gemma 2 model without its language modeling head."""
     return transformers.Gemma2Model(transformers.Gemma2Config(**decoder_arguments(GEMMA_VOCABULARY) | more))
 
 
 def glm(**more: Any) -> Any:
-    """Return a tiny GLM without its language modeling head."""
+    """Return a tiny GLM model without its language modeling head."""
     return transformers.GlmModel(
         transformers.GlmConfig(
             **decoder_arguments(
@@ -140,33 +140,33 @@ def glm(**more: Any) -> Any:
 
 
 def llama(**more: Any) -> Any:
-    """Return a tiny Llama without its language modeling head."""
+    """Return a tiny Llama model without its language modeling head."""
     return transformers.LlamaModel(
         transformers.LlamaConfig(**decoder_arguments(LLAMA_VOCABULARY, pad_token_id=0) | more)
     )
 
 
 def llama_with_head(**more: Any) -> Any:
-    """Return a tiny Llama with its language modeling head."""
+    """Return a tiny Llama model with its language modeling head."""
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**decoder_arguments(LLAMA_VOCABULARY, pad_token_id=0) | more)
     )
 
 
 def mistral_3_model() -> Any:
-    """Return a tiny Mistral 3 without its language modeling head."""
+    """Return a tiny Mistral 3 model without its language modeling head."""
     return mistral_3().model
 
 
 def smol_lm(**more: Any) -> Any:
-    """Return a tiny SmolLM 3 with its language modeling head."""
+    """Return a tiny SmolLM3 model with its language modeling head."""
     return transformers.SmolLM3ForCausalLM(
         transformers.SmolLM3Config(**decoder_arguments(QWEN_VOCABULARY, **_qwen_token_ids()) | more)
     )
 
 
 def qwen_2_vl() -> Any:
-    """Return a tiny Qwen 2 VL with its vision tower."""
+    """Return a tiny Qwen2-VL model with its vision tower."""
     vision = {"depth": 1, "embed_dim": 32, "hidden_size": TEXT_WIDTH, "num_heads": 2, "mlp_ratio": 2}
     return transformers.Qwen2VLForConditionalGeneration(
         transformers.Qwen2VLConfig(text_config=_qwen_2_5_decoder(), vision_config=vision)
@@ -174,7 +174,7 @@ def qwen_2_vl() -> Any:
 
 
 def t5_gemma_encoder() -> Any:
-    """Return the encoder of a tiny T5Gemma."""
+    """Return the encoder of a tiny T5Gemma model."""
     # PRX requires this class, which transformers does not export. Its argument is the config of the encoder.
     module = importlib.import_module("transformers.models.t5gemma.modeling_t5gemma")
     stack = transformers.models.t5gemma.T5GemmaModuleConfig(**decoder_arguments(GEMMA_VOCABULARY))
@@ -183,7 +183,7 @@ def t5_gemma_encoder() -> Any:
 
 
 def qwen_3_vl_model() -> Any:
-    """Return a tiny Qwen 3 VL without its language modeling head."""
+    """Return a tiny Qwen3-VL model without its language modeling head."""
     # mrope_section: see _qwen_2_5_decoder. Qwen 3 VL interleaves the three sections.
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     vision = {
@@ -208,7 +208,7 @@ def qwen_3_vl_model() -> Any:
 
 
 def gemma_3() -> Any:
-    """Return a tiny Gemma 3 with its vision tower."""
+    """Return a tiny Gemma 3 model with its vision tower."""
     vision = {
         "hidden_size": 32,
         "intermediate_size": 37,

@@ -1,4 +1,4 @@
-"""Tokenizers with character-level vocabularies, of the classes that the pipelines require."""
+"""Character-level and byte-level tokenizers, of the classes that the pipelines require."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def clip_tokenizer(*, pad_token: str = "<|endoftext|>", max_length: int = 77) ->
 
 
 def t5_tokenizer(*, max_length: int = 512) -> Any:
-    """Return a T5 tokenizer: one token per letter, an end token, zero padding."""
+    """Return a T5 tokenizer: one token per letter, with an end token and zero padding."""
     # Unigram pieces with log probabilities. All letters have the same one, special tokens have 0.
     pieces = [(token, 0.0 if token.startswith("<") and len(token) > 1 else -2.0) for token in T5_VOCABULARY]
     return transformers.T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=max_length)
@@ -135,7 +135,7 @@ def qwen_tokenizer(*, max_length: int = 1024, **more: Any) -> Any:
 
 
 def gemma_tokenizer(*, max_length: int = 512) -> Any:
-    """Return a Gemma tokenizer: one token per letter, a start token, left padding."""
+    """Return a Gemma tokenizer: one token per letter, with a start token and left padding."""
     return transformers.GemmaTokenizer(
         vocab=GEMMA_VOCABULARY, merges=[], add_bos_token=True, model_max_length=max_length
     )
@@ -147,7 +147,7 @@ def bert_tokenizer(*, max_length: int = 77) -> Any:
 
 
 def glm_tokenizer(*, max_length: int = 1024) -> Any:
-    """Return a GLM tokenizer: one token per byte, two prefix tokens, left padding."""
+    """Return a GLM tokenizer: one token per byte, with two prefix tokens and left padding."""
     # Assembled here: transformers has no tokenizer class for GLM and loads its tokenizer.json with a generic one.
     library = importlib.import_module("tokenizers")
     backend = library.Tokenizer(library.models.BPE(vocab=GLM_VOCABULARY, merges=[]))

@@ -1,4 +1,4 @@
-"""Random weights that are independent of a library's weight initialization."""
+"""Random weights that do not depend on any library's weight initialization."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCALE_NAMES = {"weight", "weight_g", "gamma", "scale"}
 
 
 def draw_weights(module: Any, *, seed: int) -> None:
-    """Fill every parameter of a module with random values."""
+    """Fill every parameter of a module with seeded random values."""
     # ControlNets and adapters start with zero weights: their branch would not affect the output.
     generator = torch.Generator("cpu").manual_seed(seed)
     for name, parameter in module.named_parameters():

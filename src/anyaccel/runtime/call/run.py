@@ -52,7 +52,7 @@ Call = Callable[..., Any]
 
 
 def run_call(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one call of a pipeline according to its plan."""
+    """Run one call to a pipeline according to its plan."""
     while True:
         with placement.lock:  # one call at a time, because a pipeline has one scheduler
             current = find_placement(pipe) or placement
@@ -125,9 +125,9 @@ def _attach_plan(result: Any, placement: Placement, request: CallRequest) -> Non
 
 
 class _RequestNoise:
-    """The noise sources for a request, with the generator states at its start.
+    """The noise sources for a request, and the generator states at its start.
 
-    Every chunk, and every rerun of a chunk, draws the noise that the unsplit call would draw.
+    Every chunk, and every rerun of a chunk, draws the same noise that the unsplit call would draw.
     """
 
     def __init__(self, request: CallRequest) -> None:
@@ -178,12 +178,12 @@ def _read_states(generators: Any) -> list[tuple[torch.Generator, torch.Tensor]]:
 
 
 def _needs_no_function_mode(placement: Placement, plan: Plan, source: NoiseSource) -> bool:
-    """Return whether a function mode would have no effect except to slow down every torch call."""
+    """Return whether a function mode would only slow down every torch call and have no other effect."""
     return is_host(placement.device) and not plan.workarounds.value and type(source) is NoiseSource
 
 
 class _ChunkRun:
-    """One run of a chunk: checks its outputs, and reruns it in float32 if they contain NaN or Inf."""
+    """One run of a chunk, which is repeated in float32 if its outputs contain NaN or Inf."""
 
     def __init__(self, pipe: Any, placement: Placement, call: Call, chunk: CallRequest, start: Any) -> None:
         self.pipe, self.placement, self.call, self.chunk, self.start = pipe, placement, call, chunk, start
@@ -220,7 +220,7 @@ class _ChunkRun:
 
     @contextmanager
     def _apply_plan(self, source: NoiseSource) -> Iterator[None]:
-        """Apply the noise source and the plan's workarounds within the `with` block."""
+        """Apply the noise source and the plan's workarounds inside the `with` block."""
         placement = self.placement
         plan = placement.call_plan
         set_input_adapters(self.components, plan, placement.device)
@@ -242,7 +242,7 @@ class _ChunkRun:
             yield
 
     def _recover(self, non_finite: list[str]) -> Any:
-        """Rerun with the failing model in float32; if that fails too, raise and name the first failing module."""
+        """Rerun with the failing model in float32; if that also fails, raise and name the first failing module."""
         if self.placement.shared:
             raise NotFiniteError(
                 f"the image contains NaN or Inf: {non_finite[0]} produced them on {self.placement.plan.device}",

@@ -34,7 +34,7 @@ def _validate_steps(request: CallRequest) -> None:
 
 
 def _check_size(request: CallRequest) -> None:
-    """Raise for a negative image height or width."""
+    """Raise if the image height or width is negative."""
     # Nothing else: pipelines check sizes themselves, some round them, and for some 0 is the default size.
     for name in SIDES:
         side = request.arguments.get(name)

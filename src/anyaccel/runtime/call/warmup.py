@@ -1,4 +1,4 @@
-"""Warmup: run one step at each image size, so compilation and other one-time work precede the first image."""
+"""Warmup: run one step at each image size, so one-time work such as compilation precedes the first image."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def warm_up(pipe: Any, shapes: Any, arguments: dict[str, Any]) -> None:
 
 
 def run_one_step(pipe: Any, arguments: dict[str, Any]) -> None:
-    """Run one step with these arguments, and defaults for required arguments that are missing."""
+    """Run one step with these arguments and with defaults for any missing required arguments."""
     accepts = _list_arguments(pipe)
     call = {**_make_required(accepts, arguments), **arguments}
     if "num_inference_steps" in accepts:
@@ -69,7 +69,7 @@ def _list_arguments(pipe: Any) -> set[str]:
 
 
 def _make_required(accepts: set[str], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return placeholders for the required arguments that are missing: prompt, gray image, mask and strength."""
+    """Return placeholders for missing required arguments: prompt, gray image, mask and strength."""
     from PIL import Image
 
     required: dict[str, Any] = {}

@@ -1,6 +1,7 @@
 """Classifier-free guidance on two ranks: each rank runs one half of every batch.
 
-Pipelines with a UNet, and many with a transformer, run the conditional and the unconditional half as one batch.
+Pipelines with a UNet, and many with a transformer, run the conditional and unconditional halves as one
+batch.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _HALF_PRECISION_TOLERANCE = 5e-2
 def split_cfg_over_ranks(model: torch.nn.Module, *, required: bool) -> None:
     """Split every batch of a model across two ranks, one half each.
 
-    If the halves do not reproduce the result of the whole batch, raise if the split is `required`; otherwise run
-    unsplit batches.
+    If the halves do not reproduce the result of the whole batch, raise an error if the split is `required`;
+    otherwise, run unsplit batches.
     """
     first = next(iter(inspect.signature(model.forward).parameters))
     set_override(model, Slot.CFG_SPLIT, _CfgSplit(first, required))
@@ -50,7 +51,7 @@ class _CfgSplit:
         self.warned = False
 
     def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the output for the whole batch; this rank runs only one half of it."""
+        """Run this rank's half of the batch and return the output for the whole batch."""
         sample = args[0] if args else kwargs.get(self.first)
         rows = sample.shape[0] if isinstance(sample, torch.Tensor) else 1
         # An odd batch cannot be halved: guidance is off, or the pipeline calls the model once per half.
@@ -71,7 +72,7 @@ class _CfgSplit:
         return map_tensors(half, _gather_halves)
 
     def _compare(self, forward: Forward, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the first batch of each size both whole and in halves, compare both, and return the unsplit output."""
+        """Run the first batch of each size whole and in halves, compare the outputs, and return the unsplit one."""
         # Some models mix the rows of a batch, for example with attention across the images of a batch.
         whole = forward(*args, **kwargs)
         try:
@@ -103,7 +104,7 @@ class _CfgSplit:
 
 
 def _is_batched(tensor: torch.Tensor, rows: int) -> bool:
-    """Return whether the first dimension of a tensor is the batch size, or batch size times frames."""
+    """Return whether a tensor's first dimension is the batch size or the batch size times the number of frames."""
     # More than two dimensions for batch times frames: a table of positions has two and can have any length.
     return tensor.dim() > 0 and (tensor.shape[0] == rows or (tensor.dim() > 2 and tensor.shape[0] % rows == 0))
 
@@ -117,7 +118,7 @@ def _gather_halves(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _find_difference(whole: Any, joined: Any) -> str:
-    """Describe how two outputs differ; return an empty string if they differ only by rounding error."""
+    """Describe how two outputs differ; return an empty string if they differ only by rounding errors."""
     for expected, actual in zip(_list_tensors(whole), _list_tensors(joined), strict=True):
         if expected.shape != actual.shape:
             return f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"

@@ -1,7 +1,7 @@
-"""One model on several devices: one process per device, and diffusers splits the denoisers.
+"""One model on several devices: one process per device, with the denoisers split by diffusers.
 
-Each rank runs the same program. Text encoders and the VAE run unsplit on every rank, and all ranks return the same
-image.
+Each rank runs the same program. Text encoders and the VAE run unsplit on every rank, and all ranks
+return the same image.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _MAX_WEIGHTS_SHARE = 0.8
 
 
 def count_ranks() -> int:
-    """Return the number of ranks, from the process group or, before it exists, torchrun's environment variables."""
+    """Return the number of ranks from the process group or, before it exists, from torchrun's variables."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_world_size()
@@ -102,7 +102,7 @@ def open_rank_device(opened: OpenDevice, requested: Any) -> OpenDevice:
 
 
 def join_ranks(opened: OpenDevice, plan: Plan) -> None:
-    """Join the process group, and raise if the ranks do not have the same plan."""
+    """Join the process group; raise if the ranks do not all have the same plan."""
     distributed = torch.distributed
     facts = opened.sheet.distributed
     assert isinstance(facts, Distributed)
@@ -133,7 +133,7 @@ def _destroy_group() -> None:
 
 
 def check_splits(pipe: Any, split: Split | None) -> None:
-    """Raise if a model is already split differently: diffusers cannot undo a split."""
+    """Raise if a model is already split in a different way, because diffusers cannot undo a split."""
     for name, model in find_models(pipe).items():
         before = vars(model).get(_SPLIT_ATTRIBUTE)
         if before is not None and before != split:

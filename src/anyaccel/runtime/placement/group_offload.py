@@ -1,8 +1,8 @@
 """Layer streaming: weights stay in host memory and each layer is copied to the device when it runs.
 
-This is diffusers' group offloading with one leaf module per group. Blocks are not used as groups: one block
-of SDXL's UNet is 47% of its weights, and an autoencoder's blocks belong to a forward that pipelines never
-call.
+This is diffusers' group offloading with one leaf module per group. Blocks are not used as groups: one
+block of the Stable Diffusion XL UNet holds 47% of its weights, and an autoencoder's blocks belong to a
+`forward` that pipelines never call.
 
 The private diffusers names that this module uses are in `upstream/diffusers_internals.py`.
 """
@@ -30,8 +30,9 @@ _WEIGHTS = "_anyaccel_weights"
 def start_streaming(model: torch.nn.Module, device: torch.device, *, use_stream: bool, pin: bool) -> None:
     """Stream the layers of a model from host memory to a device.
 
-    With `use_stream` the next layer is prefetched on another stream. `pin` keeps all weights in pinned memory;
-    otherwise each layer is pinned when it is copied (https://github.com/huggingface/diffusers/pull/11106).
+    If `use_stream` is set, the next layer is prefetched on another stream. If `pin` is set, all weights
+    stay in pinned memory; otherwise each layer is pinned when it is copied
+    (https://github.com/huggingface/diffusers/pull/11106).
     """
     from diffusers.hooks.group_offloading import apply_group_offloading
     from diffusers.hooks.hooks import HookRegistry

@@ -60,7 +60,7 @@ _SHAPELESS_ARGUMENTS = ("generator", "callback", "callback_on_step_end", "callba
 
 @dataclass(frozen=True)
 class CallPlan:
-    """The memory settings for one call, with the forecast."""
+    """The memory settings for one call, with the memory forecast."""
 
     decision: Decision[MemoryRule]
     forecast: Forecast | None = None
@@ -88,7 +88,7 @@ def _bytes_on(device: torch.device, component: Any) -> int:
 
 
 def find_default_side(pipe: Any) -> int:
-    """Return the default side length of a pipeline's images in pixels; 1024 if it has none."""
+    """Return the default side length of a pipeline's images in pixels; 1024 if the pipeline has no default."""
     scale = getattr(pipe, "vae_scale_factor", None)
     scale = scale if isinstance(scale, int) else 1  # without an autoencoder the denoiser works on pixels
     models = [getattr(pipe, name, None) for name in ("unet", "transformer")]
@@ -228,7 +228,7 @@ def make_does_not_fit_error(
 def _find_smaller(
     pipe: Any, placement: Placement, request: CallRequest, rules: list[MemoryRule], capacity: int
 ) -> tuple[int, int] | None:
-    """Scale both sides by 3/4, 1/2, 3/8 and 1/4; return the first size that fits, or None."""
+    """Scale both sides by 3/4, 1/2, 3/8 and 1/4 in turn; return the first size that fits, or None."""
     width, height = request.arguments.get("width"), request.arguments.get("height")
     multiple = 2 * getattr(pipe, "vae_scale_factor", 8)
     for share in (3 / 4, 1 / 2, 3 / 8, 1 / 4):

@@ -49,7 +49,7 @@ _OFFLOADER = "_anyaccel_offloader"
 
 
 def set_residence(pipe: Any, residence: Residence, device: torch.device, opened: OpenDevice) -> None:
-    """Apply a memory mode to a pipeline that has all its weights on the CPU."""
+    """Apply a memory mode to a pipeline whose weights are all on the CPU."""
     with being_offloaded(pipe), torch.no_grad():
         if residence == "resident":
             pipe.to(device, silence_dtype_warnings=True, hpu_migration=False)
@@ -90,7 +90,7 @@ def end_phase(pipe: Any, *, failed: bool = False) -> None:
 
 
 def find_lost_change(pipe: Any) -> str | None:
-    """Return the name of a model whose offloaded weights the user changed (which has no effect), or None."""
+    """Return the name of a model whose offloaded weights the user changed without effect, or None."""
     for name, component in find_components(pipe).items():
         if not isinstance(component, torch.nn.Module):
             continue
@@ -110,7 +110,7 @@ def find_lost_change(pipe: Any) -> str | None:
 
 
 def make_lost_change_error(name: str) -> UsageError:
-    """Return the error for a change to offloaded weights."""
+    """Return the error for a change to offloaded weights, which would have no effect."""
     return UsageError(
         f"the weights of {name} were changed while they were offloaded, and the change is lost",
         hint='restore them with pipe.to("cpu", memory="resident"), change them there, then place the pipeline again; '
@@ -199,7 +199,7 @@ class _LoadFromDiskHook(ModelHook):  # type: ignore[misc]
         return args, kwargs
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Restore the weights to the CPU."""
+        """Load the weights back onto the CPU."""
         self.offloader.loaded.pop(self.name, None)
         self.weights.release()
         self.weights.read(torch.device("cpu"))
@@ -238,7 +238,7 @@ class _DiskWeights:
             self._move_others(torch.device("cpu"))
 
     def has_lost_change(self) -> bool:
-        """Return whether released weights were modified."""
+        """Return whether weights were modified after they were released, so the change would be lost."""
         weights = (_get(owners) for owners in self.owners.values())
         return any(weight.is_meta and read_version(weight) > 0 for weight in weights)
 

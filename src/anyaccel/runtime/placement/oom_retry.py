@@ -108,7 +108,7 @@ def _check_weights(pipe: Any, placement: Placement) -> None:
 
 @contextmanager
 def weights_on_cpu(pipe: Any) -> Iterator[None]:
-    """Restore offloaded weights to the CPU within the `with` block."""
+    """Restore offloaded weights to the CPU inside the `with` block."""
     placement = find_placement(pipe)
     residence = placement.residence if placement is not None else None
     if placement is None or residence not in ("phase", "layer"):
@@ -132,7 +132,7 @@ def _offload_after_failure(pipe: Any, placement: Placement) -> None:
 
 
 def _choose_rule(pipe: Any, placement: Placement, request: CallRequest, rules: list[MemoryRule]) -> CallPlan:
-    """Return the plan for a call, from an earlier call of the same shape, a stored outcome or a new prediction."""
+    """Return the plan for a call: from an earlier call of the same shape, a stored outcome or a new forecast."""
     shape = shape_of(request)
     if placement.plan.parallel.value is not None:
         return CallPlan(Decision(rules[0], placement.weights_rule.reason))
@@ -187,7 +187,7 @@ def apply_rule(pipe: Any, placement: Placement, decision: Decision[MemoryRule], 
 
 
 def move_weights(pipe: Any, placement: Placement, residence: Residence) -> None:
-    """Move the weights as a memory mode requires."""
+    """Move the weights to where the given memory mode requires them."""
     placement.residence = None  # unknown if the move is interrupted
     remove_speedups(pipe, placement)
     move_to_cpu(pipe)  # outside of the function mode, which moves CPU tensors to a device that may be full

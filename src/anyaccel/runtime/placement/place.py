@@ -62,7 +62,7 @@ Device = str | int | torch.device | OpenDevice
 
 
 def resolve_device(device: Device | None, options: PlacementOptions) -> OpenDevice:
-    """Open a device, after setting the environment variables that the vendor's software reads; None means the CPU."""
+    """Set the environment variables that the vendor's software reads, then open a device; None means the CPU."""
     if isinstance(device, OpenDevice):
         _set_variables(device.sheet, options)
         return device
@@ -186,7 +186,7 @@ def _undo(pipe: Any, before: Placement | None) -> None:
 
 @contextmanager
 def _dropping_placement_on_error(pipe: Any) -> Iterator[None]:
-    """Remove the earlier placement if the move fails, because some weights may already have been moved or cast."""
+    """Remove the earlier placement if the move fails, because some weights may already be moved or cast."""
     try:
         yield
     except BaseException:  # including KeyboardInterrupt
@@ -219,7 +219,7 @@ def _plan_weights(pipe: Any, draft: Placement, offloaded: Residence | None) -> P
 
 
 def _move(pipe: Any, placement: Placement, move: Any) -> None:
-    """Move the weights as the planned memory mode requires; after an out-of-memory error, try the next mode."""
+    """Move the weights to where the planned memory mode requires them; if memory runs out, try the next mode."""
     planned = placement.weights_rule.value.residence
     residences = list_pipeline_residences(pipe, placement)
     for residence in residences[residences.index(planned) :] if planned in residences else (planned,):
@@ -285,7 +285,7 @@ def _capture(pipe: Any, opened: OpenDevice) -> None:
 
 
 def replan(pipe: Any, placement: Placement, requested: dict[str, Any]) -> None:
-    """Create a new plan for changed options; device, memory mode and dtype do not change."""
+    """Create a new plan for changed options; keep the device, the memory mode and the dtype."""
     options = read_options(requested, placement.options)
     before = placement.plan
     plan = plan_pipeline(pipe, placement.opened, replace(options, dtype=before.dtype.value), before.dtype)
@@ -342,7 +342,7 @@ def _apply_process_settings(plan: Plan, opened: OpenDevice) -> None:
 
 
 def restore_float32_modules(pipe: Any, plan: Plan) -> None:
-    """Cast modules back to float32 if their model class requires float32 for them."""
+    """Cast modules back to float32 where their model class requires it."""
     # `from_pretrained` respects `_keep_in_fp32_modules`, but `to(dtype)` casts these modules too.
     if plan.dtype.value == "float32":
         return

@@ -1,6 +1,6 @@
 """Temporary directories for weights that are offloaded to disk.
 
-If a process is killed, the next process that creates such a directory removes any left behind.
+If a process is killed, its directory is removed by the next process that creates one.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ _LOG = logging.getLogger("anyaccel")
 
 @dataclass
 class SpeedState:
-    """Compilation state, and the measured image count and seconds that decide when to compile."""
+    """Compilation state, and the image count and time measured to decide when to compile."""
 
     images: int = 0
     seconds: float = 0.0
@@ -179,7 +179,7 @@ def _are_compiled(placement: Placement, names: tuple[str, ...]) -> bool:
 
 
 def _check_compiled(placement: Placement) -> None:
-    """Switch modules that have changed since compilation to eager mode."""
+    """Switch modules that changed after compilation to eager mode."""
     for _, module in _list_compilable(placement):
         compiled = find_compiled(module)
         if compiled is not None:

@@ -89,7 +89,7 @@ def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
 
 
 def _convert_to_channels_last(model: torch.nn.Module) -> None:
-    """Convert the weights of 2-D convolutions to channels last."""
+    """Convert the weights of 2-D convolutions to the channels-last memory format."""
     # Layer by layer: `model.to(memory_format=…)` raises for the 5-D weights of 3-D convolutions.
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, torch.nn.Conv2d)]
     for layer in layers:
@@ -162,7 +162,7 @@ def _find_backend(name: str, workarounds: GraphWorkarounds, fusions: tuple[str, 
 
 @contextmanager
 def compile_cache_env(placement: Placement) -> Iterator[None]:
-    """Set the environment variable for the compiler's cache directory within the `with` block.
+    """Set the environment variable for the compiler's cache directory inside the `with` block.
 
     If the compiler sets the variable to its own default, that change is also undone.
     """

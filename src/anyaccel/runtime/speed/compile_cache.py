@@ -270,7 +270,7 @@ def _is_stale(path: Path, older_than_days: float | None, versions: dict[str, str
 
 
 def _is_old_entry(path: Path) -> bool:
-    """Return whether a path is a version 0.1 entry: a directory that contains only the two files of that format."""
+    """Return whether a path is an entry from version 0.1: a directory with only the two files of that format."""
     if not _OLD_NAME.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
         return False
     return all(file.name in _OLD_FILES for file in path.iterdir())
@@ -291,7 +291,7 @@ def _remove(path: Path) -> bool:
 
 
 def _measure(path: Path) -> int:
-    """Return the size in bytes of a file or directory, without following links."""
+    """Return the size of a file or directory in bytes, without following links."""
     files = [path] if not path.is_dir() else [Path(root, name) for root, _, names in os.walk(path) for name in names]
     total = 0
     for file in files:
@@ -303,12 +303,12 @@ def _measure(path: Path) -> int:
 
 
 def measure_graphs() -> int:
-    """Return the size in bytes of the compilers' own caches."""
+    """Return the total size of the compilers' own caches in bytes."""
     return sum(_measure(folder) for folder in _graph_folders())
 
 
 def remove_graphs() -> tuple[int, list[str]]:
-    """Remove the compilers' own caches; return the freed bytes and the paths that do not belong to a backend."""
+    """Remove the compilers' own caches; return the number of freed bytes and the paths of no known backend."""
     root, freed = find_graphs_folder(), 0
     for folder in _graph_folders():
         size = _measure(folder)
@@ -324,7 +324,7 @@ def remove_graphs() -> tuple[int, list[str]]:
 
 
 def _graph_folders() -> list[Path]:
-    """Return the cache directories of registered backends; other paths may not be ours and must not be removed."""
+    """Return the cache directories of registered backends; other paths may not be ours, so they are kept."""
     from anyaccel.backends.registry import load_registry
 
     root = find_graphs_folder()

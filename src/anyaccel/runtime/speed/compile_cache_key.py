@@ -35,7 +35,7 @@ def make_cache_key(pipe: Any, placement: Placement, shape: str) -> dict[str, str
 
 
 def find_versions() -> dict[str, str]:
-    """Return the library versions that compiled code depends on; a missing library has an empty string."""
+    """Return the library versions that compiled code depends on; the version of a missing library is empty."""
     # From the package metadata: the packages need not be imported, or even installed.
     versions = {}
     for name in ("anyaccel", "torch", "triton", "diffusers", "transformers"):

@@ -1,7 +1,7 @@
 """Compiled forwards that fall back to eager mode when compilation fails or the module changes.
 
-`torch.compile` does not guard against hooks that are added to layers later, nor against patched functions. Both are
-checked here.
+`torch.compile` does not guard against patched functions or hooks that are added to layers later. Both
+are checked here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CompiledForward:
         self._hooks = LayerHooks(module)
 
     def begin_call(self) -> None:
-        """Fall back to eager mode if the module changed after compilation. Runs at the start of each call."""
+        """Fall back to eager mode if the module changed after compilation; runs at the start of each pipeline call."""
         module = self._module()
         if self.failure or module is None:
             return
@@ -58,7 +58,7 @@ class CompiledForward:
             self._fall_back(module, "its code was patched after compilation")
 
     def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the compiled code. If it fails, run eagerly now and in all later calls."""
+        """Run the compiled code; if it fails, run eagerly in this and all later calls."""
         module = self._module()
         if self.failure or module is None:
             return forward(*args, **kwargs)

@@ -1,7 +1,7 @@
 """A linear layer that multiplies in float8, with one scale per row of the input and of the weight.
 
-It uses plain tensor operations only. A compiler can fuse the quantization of the input with the operation before it,
-which it cannot do for a tensor subclass.
+It uses only plain tensor operations, so a compiler can fuse the quantization of the input with the
+preceding operation. It cannot do this for a tensor subclass.
 """
 
 # Why not torchao: with its tensor subclass a compiled FLUX.1 had not finished the first image after 170 s. This layer
@@ -22,7 +22,7 @@ _MIN_ROW_MAX = 1e-12
 
 
 class Float8Linear(torch.nn.Module):
-    """Replacement for `torch.nn.Linear` that stores only the float8 weight."""
+    """A replacement for `torch.nn.Linear` that stores only the float8 weight."""
 
     packed: torch.Tensor
     scales: torch.Tensor
@@ -42,7 +42,7 @@ class Float8Linear(torch.nn.Module):
         return (self.packed.to(torch.float32) * self.scales).to(self.dtype)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Apply the layer, with input and weight in float8."""
+        """Apply the layer with its input and weight in float8."""
         packed, scales = quantize_rows(inputs.reshape(-1, self.in_features))
         return multiply_float8(packed, scales, self.packed, self.scales, self.bias, inputs.dtype).reshape(
             *inputs.shape[:-1], self.out_features

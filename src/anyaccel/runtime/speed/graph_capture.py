@@ -104,7 +104,7 @@ class GraphCapture:
                 self._running = False
 
     def _find_obstacle(self) -> str | None:
-        """Return the reason why this call must run eagerly, or None. An empty reason is not added to the report."""
+        """Return the reason why this call must run eagerly, or None; an empty reason is not added to the report."""
         module = self._module()
         if torch.is_grad_enabled() or is_autocast_enabled() or module is None:
             return ""
@@ -221,14 +221,14 @@ class GraphCapture:
 
 
 def _has_foreign_modes() -> bool:
-    """Return whether a `TorchFunctionMode` from another library is active; a replay would skip it."""
+    """Return whether a `TorchFunctionMode` from another library is active, which a replay would skip."""
     if not count_function_modes():
         return False
     return any(not isinstance(mode, PipelineFunctionMode | ModelFunctionMode) for mode in read_function_modes())
 
 
 def _run(forward: Forward, spec: Any, leaves: list[Any], tensors: list[torch.Tensor]) -> Any:
-    """Run a forward with its tensor arguments replaced."""
+    """Run a forward with its tensor arguments replaced by the given tensors."""
     remaining = iter(tensors)
     replaced = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     args, kwargs = tree_unflatten(replaced, spec)

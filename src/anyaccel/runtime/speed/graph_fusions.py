@@ -29,7 +29,7 @@ def fuse(module: torch.fx.GraphModule, fusions: tuple[str, ...]) -> int:
 
 
 def _fuse_group_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> bool:
-    """Replace a group norm, and a SiLU that follows it, with one operation; return whether that was possible."""
+    """Replace a group norm, and a SiLU that follows it, with one operation; return whether it was replaced."""
     names = ("input", "num_groups", "weight", "bias", "eps")
     arguments = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     value = _find_example_value(arguments.get("input"))
@@ -61,7 +61,7 @@ def _has_kernel() -> bool:
 
 
 def _find_example_value(node: Any) -> torch.Tensor | None:
-    """Return the tensor that a node was traced with; None if it requires gradients (the kernel has no backward)."""
+    """Return the example tensor for a node; None if it requires gradients, because the kernel has no backward."""
     value = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
     return value if isinstance(value, torch.Tensor) and not value.requires_grad else None
 

@@ -1,11 +1,12 @@
 """Workarounds applied to the graphs of compiled models.
 
-A compiled model runs without a torch function mode. Instead, unsupported dtypes, attention, `torch.empty` and
-`baddbmm(beta=0)` are replaced in its graph before compilation. Without these workarounds some devices silently return
-wrong results or run out of memory.
+A compiled model runs without a torch function mode. Instead, unsupported dtypes, attention,
+`torch.empty` and `baddbmm(beta=0)` are replaced in its graph before compilation. Without these
+workarounds, some devices silently return wrong results or run out of memory.
 
-Known limitations: complex dtypes, data-dependent shapes and random functions are not replaced. If the device lacks one
-of the first two, a model that needs it does not compile and runs eagerly. Denoisers and decoders use no random values.
+Known limitations: complex dtypes, data-dependent shapes and random functions are not replaced. If the
+device does not support complex dtypes or data-dependent shapes, a model that needs them does not
+compile and runs eagerly. Denoisers and decoders use no random functions.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _replace_functions(module: torch.fx.GraphModule, handlers: dict[Any, Any]) -
 
 
 def _bind(handler: Callable[..., Any], function: Any) -> Callable[..., Any]:
-    """Wrap a handler in a function that has the signature of the function it replaces."""
+    """Wrap a handler in a function with the signature of the function that it replaces."""
 
     def call_handler(*args: Any, **kwargs: Any) -> Any:
         return handler(function, args, kwargs)

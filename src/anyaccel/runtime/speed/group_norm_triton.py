@@ -140,7 +140,7 @@ def _combine_channels(
 def _apply(
     x, factors, out, pixels, channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr
 ):  # fmt: skip
-    """Multiply by each channel's scale factor, add its shift, and apply the activation."""
+    """Multiply by each channel's scale factor, add its shift, and apply SiLU if requested."""
     image = tl.program_id(1)
     column = tl.arange(0, COLUMNS)
     inside = column < channels

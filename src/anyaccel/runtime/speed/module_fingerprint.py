@@ -71,7 +71,7 @@ class LayerHooks:
         )
 
     def covers_all_layers(self) -> bool:
-        """Return whether the module still has the same layers; loading an adapter, for example, replaces some."""
+        """Return whether the module still has the same layers, some of which an adapter may have replaced."""
         return all(map(eq, map(list, map(dict.values, self._child_tables)), self._children))
 
 
@@ -177,7 +177,7 @@ class ModuleFingerprint:
         )
 
     def _read_layers(self) -> Iterator[dict[str, Any]]:
-        """Yield the `__dict__` of every layer, starting with the module; nothing if the module no longer exists."""
+        """Yield the `__dict__` of every layer, starting with the module; yield nothing if the module is gone."""
         module = self._module()
         return iter(()) if module is None else chain([vars(module)], self._inner_layers)
 
@@ -196,7 +196,7 @@ class ModuleFingerprint:
         )
 
     def _read_items(self) -> Iterator[Any]:
-        """Yield the items of lists and dicts that can change in place: layers, hooks, adapter scales."""
+        """Yield the items of lists and dicts that can change in place, such as layers, hooks and adapter scales."""
         return chain(chain.from_iterable(table.values() for table in self._dicts), *self._lists)
 
     def _read_addresses(self) -> Iterator[Any]:

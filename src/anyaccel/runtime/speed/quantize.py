@@ -61,7 +61,7 @@ def _find_layers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
 
 
 def _check_support(layers: list[tuple[torch.nn.Module, str]]) -> None:
-    """Raise if the device of any layer cannot multiply in float8."""
+    """Raise if the device of any layer does not support float8 matrix multiplication."""
     weights = [getattr(parent, name).weight for parent, name in layers]
     for device, dtype in {(weight.device, weight.dtype) for weight in weights}:
         check_float8(device, dtype)

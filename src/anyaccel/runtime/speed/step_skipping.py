@@ -1,7 +1,7 @@
 """Step skipping: at selected steps, a denoiser returns its last output again instead of running.
 
-Every call to the scheduler's `step` ends a step. A denoiser that runs several times per step, for
-example once per half of classifier-free guidance, has one stored output per run.
+Every call to the scheduler's `step` ends a step. If a denoiser runs several times per step, for example
+once per half of classifier-free guidance, one output is stored for each run.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ def current_step_skipper() -> StepSkipper | None:
 
 @contextmanager
 def track_steps(pipe: Any, rule: StepSkipping | None) -> Iterator[StepSkipper | None]:
-    """Count a pipeline's scheduler steps within the `with` block; yield None if there is no rule or scheduler.
+    """Count a pipeline's scheduler steps inside the `with` block; yield None without a rule or a scheduler.
 
-    The skipper belongs to one call in one thread. Another pipeline with the same models runs all of its steps.
+    The skipper belongs to one call in one thread. Another pipeline with the same models runs all of its
+    steps.
     """
     scheduler: Any = getattr(pipe, "scheduler", None)
     outer = current_step_skipper()

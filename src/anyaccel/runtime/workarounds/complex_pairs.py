@@ -56,7 +56,7 @@ class ComplexPair(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run one operation: with a special case from `_SPECIAL`, or separately on the real and imaginary parts."""
+        """Run one operation with its handler from `_SPECIAL`, or else separately on the real and imaginary parts."""
         kwargs = kwargs or {}
         special = _SPECIAL.get(func.overloadpacket)
         if special is not None:
@@ -75,7 +75,7 @@ def make_complex_pair(tensor: Tensor, device: torch.device | str) -> ComplexPair
 
 
 def _apply_to_parts(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on the real and on the imaginary parts; return a pair or a list of pairs."""
+    """Run an operation on the real and on the imaginary parts separately; return a pair or a list of pairs."""
     results = []
     for attribute in ("real_part", "imaginary_part"):
         select = _make_selector(attribute)
@@ -103,7 +103,7 @@ def _make_selector(attribute: str) -> Callable[[Any], Any]:
 
 
 def _split_parts(value: Any) -> tuple[Any, Any]:
-    """Return the real and the imaginary part of a pair, a scalar or a real tensor."""
+    """Return the real and imaginary parts of a pair, a scalar or a real tensor."""
     if isinstance(value, ComplexPair):
         return value.real_part, value.imaginary_part
     if isinstance(value, complex):
@@ -142,7 +142,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _write(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run `pair[…] = other`; writing to a view changes the original too, because their parts share storage."""
+    """Run `pair[…] = other`; writing to a view also changes the original, because their parts share storage."""
     target, (real, imaginary) = args[0], _split_parts(args[1])
     if not isinstance(target, ComplexPair):  # the target is a complex CPU tensor
         return target.copy_(torch.complex(real.cpu(), imaginary.cpu()))
@@ -165,7 +165,7 @@ def _add(func: Any, args: Any, kwargs: Any) -> ComplexPair:
 
 
 def _broadcast_parts(real: Tensor, imaginary: Tensor) -> ComplexPair:
-    """Broadcast the parts of a pair to one shape; they differ after a real tensor is added to a smaller pair."""
+    """Broadcast both parts to one shape; their shapes differ after a larger real tensor is added to a pair."""
     shape = torch.broadcast_shapes(real.shape, imaginary.shape)
     return ComplexPair(*(part if part.shape == shape else part.expand(shape).clone() for part in (real, imaginary)))
 

@@ -1,7 +1,7 @@
 """Workarounds for data-dependent shapes on devices with static graphs: the values are read on the CPU.
 
-Each use costs a device-to-host copy; without it, the operation would fail. The data itself stays on the
-device.
+Each use costs a device-to-host copy, but without it the operation would fail. The data itself stays on
+the device.
 """
 
 from __future__ import annotations

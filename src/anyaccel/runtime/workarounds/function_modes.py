@@ -1,9 +1,9 @@
 """Torch function modes that apply the workarounds of a plan while a pipeline runs.
 
-Two `TorchFunctionMode`s are used during a call. `PipelineFunctionMode` is active in the pipeline's own
-code: it draws noise on the CPU and moves CPU tensors that are used together with device tensors.
-`ModelFunctionMode` replaces it inside a model, and only if the plan names a workaround that models need.
-Otherwise a model runs without a mode.
+Two subclasses of `TorchFunctionMode` are used during a call. `PipelineFunctionMode` is active in the
+pipeline's own code: it draws noise on the CPU and moves CPU tensors that are used together with device
+tensors. `ModelFunctionMode` replaces it inside a model, but only if the plan names a workaround that
+models need. Otherwise, a model runs without a mode.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class PipelineFunctionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run one torch function."""
+        """Run one torch function with its handler, if any, moving CPU tensors to the device if needed."""
         kwargs = kwargs or {}
         handler = self.handlers.get(func)
         if handler is not None:
@@ -92,7 +92,7 @@ class PipelineFunctionMode(TorchFunctionMode):
 
 
 class ModelFunctionMode(TorchFunctionMode):
-    """Mode for the inside of a model: applies handlers only, because all tensors are already on the device."""
+    """Mode for code inside a model: only applies handlers, because all tensors are already on the device."""
 
     def __init__(self, handlers: dict[Any, Handler]) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class ModelFunctionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run one torch function."""
+        """Run one torch function with its handler, if it has one."""
         handler = self.handlers.get(func)
         if handler is None:
             return func(*args, **(kwargs or {}))
@@ -210,7 +210,7 @@ def _track_schedules(cpu_tensors: CpuTensors, inner: Handler | None) -> Handler:
 
 
 def enter_model_mode(mode: ModelFunctionMode | None) -> tuple[list[PipelineFunctionMode], ModelFunctionMode | None]:
-    """Pop this thread's pipeline modes and push the model mode; return the arguments for `exit_model_mode`."""
+    """Replace this thread's pipeline modes with the model mode; return the arguments for `exit_model_mode`."""
     stack = read_function_modes()
     pipeline_modes: list[PipelineFunctionMode] = []
     while stack and isinstance(stack[-1], PipelineFunctionMode):
@@ -242,7 +242,7 @@ def preserve_function_modes() -> Iterator[None]:
 
 
 def exit_model_mode(pipeline_modes: list[PipelineFunctionMode], model_mode: ModelFunctionMode | None) -> None:
-    """Undo `enter_model_mode`."""
+    """Undo `enter_model_mode`: remove the model mode and restore the pipeline modes."""
     if model_mode is not None:
         pop_function_mode()
     for mode in reversed(pipeline_modes):

@@ -19,7 +19,7 @@ _MAX_FILL_ELEMENTS = 64
 
 
 class HostTransfer:
-    """Moves CPU tensor arguments of a torch function to one device."""
+    """A helper that moves CPU tensor arguments of torch functions to one device."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class HostTransfer:
 
 
 def copy_or_fill(tensor: torch.Tensor, device: torch.device, copy: CopyFunction = torch.Tensor.to) -> torch.Tensor:
-    """Copy a CPU tensor to the device, or fill a new tensor there if it is small with equal elements.
+    """Copy a CPU tensor to the device; if it is small and all its elements are equal, fill a new tensor instead.
 
     The typical case for filling is the timestep of a batch.
     """

@@ -1,11 +1,11 @@
-"""Temporary overrides of a scheduler's methods. No other module replaces `scheduler.step` or a similar method.
+"""Temporary overrides of scheduler methods; only this module replaces methods such as `scheduler.step`.
 
-An override is a callable in the scheduler's `__dict__` that runs a list of wrappers around the original method. It has
-the signature of the method, because pipelines inspect it for `generator` and `eta`. The scheduler's class does not
-change, because pipelines compare it.
+An override is a callable in the scheduler's `__dict__` that runs a list of wrappers around the original
+method. It has the signature of the method, because pipelines inspect that signature for `generator` and
+`eta`. The scheduler's class does not change, because pipelines check it.
 
-Known limitation: `copy.copy` of a scheduler shares its `__dict__` values, so a shallow copy taken during a call steps
-the original. The pipelines of diffusers use `copy.deepcopy`.
+Known limitation: `copy.copy` of a scheduler shares its `__dict__` values, so calling `step` on a
+shallow copy made during a call advances the original. Diffusers pipelines use `copy.deepcopy`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ MethodWrapper = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, An
 def override_method(
     scheduler: Any, name: str, wrapper: MethodWrapper, *, in_deep_copies: bool = False
 ) -> Iterator[None]:
-    """Run a wrapper around a scheduler method within the `with` block; the last wrapper added is the outermost.
+    """Run a wrapper around a scheduler method inside the `with` block; the last one added is the outermost.
 
-    Deep copies made within the block have the original method, or also the wrapper if `in_deep_copies` is set.
+    Deep copies made inside the block have the original method, or the wrapped one if `in_deep_copies` is
+    set.
     """
     override = vars(scheduler).get(name)
     if not isinstance(override, MethodOverride):
@@ -100,7 +101,7 @@ def _bind(wrapper: MethodWrapper, scheduler: Any, run: Callable[..., Any]) -> Ca
 
 
 def _load_original(scheduler: Any, name: str, instance_method: Any) -> Any:
-    """Return the instance's own method, or the method of the class bound to the instance."""
+    """Return the instance's own method, or the class's method bound to the instance."""
     if instance_method is not None:
         return instance_method
     # Not `getattr`: that would find the override in the instance's `__dict__`.

@@ -59,7 +59,7 @@ class InputAdapter:
         """The dtype of floating-point inputs, if the model's dtype differs from the pipeline's."""
 
     def matches(self, module: torch.nn.Module, plan: Plan, device: torch.device) -> bool:
-        """Return whether the adapter can be reused for a plan."""
+        """Return whether the adapter can be reused for this module, plan and device."""
         return (
             self.plan_key == _make_plan_key(plan)
             and self.device == device
@@ -215,7 +215,7 @@ def _find_timestep_argument(module: torch.nn.Module) -> tuple[int | None, str]:
 
 
 def _embeds_timestep_index(module: torch.nn.Module) -> bool:
-    """Return whether the timestep is an index into an embedding table, and must stay an integer."""
+    """Return whether the timestep is an index into an embedding table and must therefore stay an integer."""
     config = getattr(module, "config", {})
     return bool(getattr(config, "num_embeds_ada_norm", None))
 

@@ -41,7 +41,7 @@ class OutputCheck:
 
 @contextmanager
 def checking_outputs(record_event: RecordEvent | None = None) -> Iterator[OutputCheck]:
-    """Record the outputs of all models that this thread runs within the `with` block."""
+    """Record the outputs of all models that this thread runs inside the `with` block."""
     before = getattr(_ACTIVE, "check", None)
     _ACTIVE.check = check = OutputCheck(record_event)
     try:
@@ -75,10 +75,10 @@ def find_non_finite(check: OutputCheck) -> list[str]:
 
 @contextmanager
 def find_first_non_finite(components: dict[str, Any]) -> Iterator[list[tuple[str, int]]]:
-    """Check the output of every module within the `with` block; yield a list that receives the first failure.
+    """Check the output of every module inside the `with` block; yield a list that receives the first failure.
 
-    The failure is the module path and the number of the model's forward pass. Every check synchronizes with the
-    device, so use this only to rerun a failed call.
+    The failure is the module path and the number of the model's forward pass. Every check synchronizes with
+    the device, so use this only to rerun a failed call.
     """
     failures: list[tuple[str, int]] = []
     forward_counts: dict[str, int] = {}

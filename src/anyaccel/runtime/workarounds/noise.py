@@ -94,7 +94,7 @@ _DEFAULT_SOURCE = NoiseSource()
 
 @contextmanager
 def use_noise_source(source: NoiseSource) -> Iterator[None]:
-    """Draw this thread's noise from the given source within the `with` block."""
+    """Draw this thread's noise from the given source inside the `with` block."""
     before = getattr(_ACTIVE, "source", None)
     _ACTIVE.source = source
     try:

@@ -29,7 +29,7 @@ def find_overlapped_copy(placement: Placement) -> OverlappedCopy | None:
 
 
 class OverlappedCopy:
-    """Copies between the CPU and one device on a side stream."""
+    """Copies between the CPU and one device that run on a side stream."""
 
     def __init__(self, opened: OpenDevice) -> None:
         self.driver, self.index, self.device_type = opened.driver, opened.index, opened.torch_device.type
@@ -56,7 +56,7 @@ class OverlappedCopy:
             return read()
 
     def make_handlers(self, handlers: dict[Any, Handler]) -> dict[Any, Handler]:
-        """Return handlers for functions that move tensors; all other moves use the existing handlers."""
+        """Return handlers for functions that move tensors; moves that are not overlapped use the existing handlers."""
         return {func: self._wrap_handler(handlers.get(func)) for func in _MOVE_FUNCTIONS}
 
     def _wrap_handler(self, inner: Handler | None) -> Handler:

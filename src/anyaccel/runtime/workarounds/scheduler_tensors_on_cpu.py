@@ -46,14 +46,14 @@ class CpuTensors:
         return is_host(tensor.device) and tensor.untyped_storage().data_ptr() in self._tensors
 
     def close(self) -> None:
-        """Release all tensors at the end of the call."""
+        """Stop tracking all tensors at the end of the call."""
         self._tensors.clear()
         self.closed = True
 
 
 @contextmanager
 def keep_on_cpu(components: dict[str, Any]) -> Iterator[CpuTensors]:
-    """Keep a pipeline's schedulers on the CPU within the `with` block."""
+    """Keep a pipeline's schedulers on the CPU inside the `with` block."""
     cpu_tensors = CpuTensors()
     schedulers = {id(component): component for component in components.values() if _is_scheduler(component)}.values()
     with ExitStack() as stack:

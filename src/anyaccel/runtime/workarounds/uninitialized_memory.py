@@ -1,4 +1,4 @@
-"""Workarounds for devices that read uninitialized memory (`torch.empty`, `baddbmm(beta=0)`)."""
+"""Workarounds for devices on which uninitialized memory affects results (`torch.empty`, `baddbmm(beta=0)`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lock for model calls, held by several calls with the same LoRA adapter or by one exclusive call."""
+"""Lock for model calls, held either by several calls with the same LoRA adapter or by one exclusive call."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class AdapterLock:
     def acquire(
         self, adapter: str | None = None, *, exclusive: bool = False, is_stopped: Callable[[], bool] = lambda: False
     ) -> Iterator[None]:
-        """Hold the lock within the `with` block; an exclusive call waits until no other call holds it.
+        """Hold the lock inside the `with` block; an exclusive call waits until no other call holds the lock.
 
-        Raises `StoppedError` if `is_stopped` becomes true during the wait.
+        Raises `StoppedError` if `is_stopped` returns true during the wait.
         """
         ticket = object()
         with self.changed:

@@ -36,7 +36,7 @@ class CallArgs:
     """Properties that two calls must share to be joined: dtypes, devices, shapes without the batch, plain values."""
 
     def can_join(self, other: CallArgs) -> bool:
-        """Return whether two calls can be batched: they may differ only in their batched inputs and timesteps."""
+        """Return whether two calls can be batched, that is, differ only in their batched inputs and timesteps."""
         if self is other:
             return True
         if self.spec != other.spec or self.key != other.key:
@@ -113,7 +113,7 @@ def _make_leaf_key(leaf: Any, rows: int) -> Any:
 def join_args(calls: Sequence[CallArgs], rows: int | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments for a single call that replaces all `calls`.
 
-    With `rows`, the batch is padded to that size by repeating the last row.
+    If `rows` is given, the batch is padded to that size by repeating the last row.
     """
     first = calls[0]
     if len(calls) == 1 and rows is None:

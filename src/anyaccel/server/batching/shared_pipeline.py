@@ -1,4 +1,4 @@
-"""Pipeline for concurrent calls: each call runs on a lightweight copy that shares the models."""
+"""Pipeline for concurrent calls, each of which runs on a lightweight copy that shares the models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DEFAULT_MAX_CALLS = 8
 class SharedPipeline:
     """A placed pipeline that several threads can call concurrently.
 
-    Model calls are batched if their batched and unbatched results match.
+    Calls to a model are batched if its batched and unbatched results match.
     """
 
     def __init__(self, pipe: Any, *, max_calls: int = _DEFAULT_MAX_CALLS, max_wait_s: float | None = None) -> None:
@@ -50,9 +50,9 @@ class SharedPipeline:
             return (light_copy(self.pipe) if pipe_copy is None else pipe_copy)(**call)
 
     def warm_up(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, bool]:
-        """Run two calls and enable batching for each model that returns matching results with and without it.
+        """Run two calls and enable batching for each model whose batched and unbatched results match.
 
-        Returns whether each model is batched.
+        Returns a dict that maps each model's name to whether batching is enabled for it.
         """
         recorded: dict[str, list[CallArgs]] = {name: [] for name in self.forwards}
         with self._recording_args(recorded):
@@ -85,7 +85,7 @@ class SharedPipeline:
 
     @contextmanager
     def _recording_args(self, recorded: dict[str, list[CallArgs]]) -> Iterator[None]:
-        """Disable batching within the `with` block, and record the arguments of model calls in `recorded`.
+        """Disable batching inside the `with` block, and record the arguments of model calls in `recorded`.
 
         Only the first call of each model per pipeline call is recorded.
         """
@@ -103,7 +103,7 @@ class SharedPipeline:
             remove_override(forward.module, Slot.BATCHING)
 
     def drop_stale_captures(self) -> None:
-        """Drop the captured graphs of models that have changed since capture. No call may be running."""
+        """Drop the captured graphs of models that have changed since capture; no call may be running."""
         for forward in self.forwards.values():
             capture = get_override(forward.module, Slot.CAPTURE)
             if isinstance(capture, GraphCapture):

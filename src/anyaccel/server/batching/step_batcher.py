@@ -1,9 +1,9 @@
 """Step batching: concurrent pipeline calls run their denoiser calls as one batch.
 
-Each request runs an unmodified pipeline call in its own thread. An override of the model's forward delays a call while
-other calls are about to reach the same model. It concatenates the inputs of the waiting calls, each at its own
-timestep, and returns the corresponding rows of the output to each call. The thread that completes a batch runs it for
-all calls.
+Each request runs an unmodified pipeline call in its own thread. An override of the model's forward method
+delays a call while other calls are about to reach the same model. It concatenates the inputs of the
+waiting calls, each at its own timestep, and returns the corresponding rows of the output to each call.
+The thread that completes a batch runs it for all calls.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class StepBatcher:
 
     @contextmanager
     def participating(self) -> Iterator[None]:
-        """Register this thread's pipeline call within the `with` block, so that batches wait for it."""
+        """Register this thread's pipeline call inside the `with` block, so that batches wait for it."""
         thread_id = threading.get_ident()
         with self.changed:
             self.active_calls[thread_id] = None
@@ -161,7 +161,7 @@ class StepBatcher:
 
     @contextmanager
     def device_access(self) -> Iterator[None]:
-        """Wait until no other thread uses the device, and hold exclusive access to it within the `with` block."""
+        """Wait until no other thread uses the device, and hold exclusive access to it inside the `with` block."""
         with self.changed:
             while self.busy:
                 self.changed.wait()
@@ -171,7 +171,7 @@ class StepBatcher:
 
     @contextmanager
     def releasing_device(self, *, is_batch: bool = False) -> Iterator[None]:
-        """Release the device at the end of the `with` block. The caller must have set `busy`."""
+        """Release the device at the end of the `with` block; the caller must have set `busy`."""
         started_at = time.monotonic()
         try:
             yield
@@ -198,8 +198,8 @@ class StepBatcher:
     def wait_for_oldest(self) -> None:
         """Wait until the device has finished the oldest enqueued batch.
 
-        The caller must hold the lock, which is released during the wait. If events are exact, other threads may enqueue
-        work in the meantime. Otherwise they may not, because the wait would also cover their work.
+        The caller must hold the lock, which is released during the wait. If events are exact, other threads may
+        enqueue work in the meantime. Otherwise, they may not, because the wait would also cover their work.
         """
         oldest, self.synchronizing, self.busy = self.enqueued[0], True, not self.look_ahead
         self.changed.release()
@@ -248,7 +248,7 @@ class BatchedForward:
         self.stats = BatchStats()
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's underlying forward, which may be compiled or captured, without batching."""
+        """Run the model's underlying forward method, which may be compiled or captured, without batching."""
         return run_beneath(self.module, Slot.BATCHING, args, kwargs)
 
     def matches_unbatched(self, calls: list[CallArgs]) -> bool:
@@ -376,8 +376,8 @@ class BatchedForward:
     def _all_arrived(self) -> bool:
         """Return whether every call that is expected to join the next batch has arrived.
 
-        A call is expected if it called this model last. If enough calls for a full batch have arrived, only the oldest
-        calls are expected.
+        A pipeline call is expected if this model is the last one it called. If enough calls for a full batch have
+        arrived, only the oldest calls are expected.
         """
         arrived, active = {call.thread_id for call in self.pending}, self.batcher.active_calls
         missing = {thread_id for thread_id, model in active.items() if model is self and thread_id not in arrived}
@@ -390,8 +390,8 @@ class BatchedForward:
     def _claim_batch(self) -> list[_PendingCall]:
         """Remove the first waiting call and the calls that fit into its batch from the queue, and return them.
 
-        A call that does not fit goes first in the next batch, which another thread may run. A call in reserve joins
-        only if an older call is missing, for example because it is running its decoder.
+        A call that does not fit goes first in the next batch, which another thread may run. A call held in
+        reserve joins only if an older call is missing, for example because that call is running its decoder.
         """
         oldest_calls = self._oldest_calls()
         # The sort is stable, so both groups stay in order of arrival.

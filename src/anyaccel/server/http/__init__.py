@@ -1,1 +1,1 @@
-"""The HTTP service: endpoints, request validation, middleware and the web page."""
+"""HTTP service: endpoints, request validation, middleware and the web page."""

@@ -47,7 +47,7 @@ def make_response(error: ApiError) -> JSONResponse:
 
 
 def describe_failure(error: Mapping[str, Any] | None) -> ApiError:
-    """Convert the stored error of a failed job to an API error."""
+    """Convert a failed job's stored error to an API error."""
     values = error or {}
     return ApiError(
         int(values.get("status", 500)),

@@ -51,7 +51,7 @@ router = APIRouter(prefix="/v1")
 
 @router.get("/models", summary="List the served models", responses={401: _ERRORS[401]})
 async def list_models(service: ServiceOf) -> dict[str, Any]:
-    """Return all served models, starting with the default."""
+    """Return all served models, starting with the default model."""
     models = [describe_model(facts, service.created) for facts in service.dispatcher.models.values()]
     return {"object": "list", "data": models}
 
@@ -68,7 +68,7 @@ async def show_model(name: str, service: ServiceOf) -> dict[str, Any]:
 
 @router.post("/images/generations", response_model=None, summary="Generate images from a prompt", responses=_RESPONSES)
 async def generate(body: ImageRequest, request: Request, service: ServiceOf) -> Response:
-    """Generate images from a prompt. Compatible with OpenAI's endpoint; also accepts diffusers parameters."""
+    """Generate images from a prompt. Compatible with OpenAI's endpoint; also accepts diffusers arguments."""
     job = await begin_job(service, request, body)
     return await _respond(service, request, body, job)
 

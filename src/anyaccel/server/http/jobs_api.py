@@ -1,4 +1,4 @@
-"""Job endpoints: submit, list, show, stream events, fetch images, cancel, delete."""
+"""Endpoints that submit, list, show, cancel and delete jobs, stream their events and return their images."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def cancel(job_id: _JobId, request: Request, service: ServiceOf) -> dict[s
 
 @router.delete("/{name}", response_model=None, summary="Delete an ended job and its images")
 async def delete(job_id: _JobId, request: Request, service: ServiceOf) -> Response:
-    """Delete a job that has ended. Jobs that are still queued or running must be cancelled first."""
+    """Delete a job that has ended; a job that is still queued or running must be cancelled first."""
     job = await service.find(request, job_id)
     try:
         await run_in_threadpool(service.jobs.delete, job.id)

@@ -1,7 +1,7 @@
 """ASGI middleware that checks each request before it reaches an endpoint, and logs it.
 
-It checks the API key, the Host and Origin headers, the size of the body and the time taken to receive it. A rejected
-request is answered without buffering its body.
+It checks the API key, the Host and Origin headers, the size of the body and the time taken to receive it.
+A rejected request is answered without buffering its body.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class RequestMiddleware:
 
 
 class _ClientStalledError(Exception):
-    """Raised when the client disconnects or stops reading the response."""
+    """Error raised when the client disconnects or stops reading the response."""
 
 
 class _RequestLog:

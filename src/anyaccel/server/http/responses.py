@@ -31,7 +31,7 @@ _NO_USAGE = {
 
 
 class Signer:
-    """Signer for image URLs. A signed URL gives access to one image without an API key."""
+    """Signer for image URLs, each of which gives access to one image without an API key."""
 
     def __init__(self, secret: bytes) -> None:
         self.secret = secret

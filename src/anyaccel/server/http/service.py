@@ -36,11 +36,11 @@ _KEEP_ALIVE_S = 10.0
 
 
 class ClientGoneError(Exception):
-    """Raised when the client has disconnected."""
+    """Error raised when the client has disconnected."""
 
 
 class Service:
-    """A running service: accepts requests as jobs and tracks them until they end."""
+    """A running service that accepts requests as jobs and tracks them until they end."""
 
     def __init__(
         self, settings: ServerSettings, make_transport: Callable[[ServerSettings], WorkerTransport] = WorkerProcess
@@ -128,7 +128,7 @@ class Service:
         return job
 
     async def follow(self, request: Request, job: Job) -> AsyncIterator[JobEvent | None]:
-        """Yield a job's events until it ends, with None as a keep-alive.
+        """Yield a job's events until it ends, and None as a keep-alive when there are no events.
 
         Raises `ClientGoneError` if the client disconnects.
         """

@@ -20,7 +20,7 @@ _LIMITS = ("max_queue", "max_n", "max_steps", "max_pixels", "max_prompt")
 
 @router.get("/healthz", summary="Liveness probe")
 async def is_alive() -> dict[str, str]:
-    """Report that the process is alive, even if there is no worker."""
+    """Report that the service process is alive, even if it has no worker."""
     return {"status": "alive"}
 
 

@@ -1,4 +1,4 @@
-"""The web page at `/`: static files from the package, without external resources."""
+"""Web page at `/`, served from static files in the package, without external resources."""
 
 from __future__ import annotations
 

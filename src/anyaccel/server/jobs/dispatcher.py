@@ -1,4 +1,4 @@
-"""Dispatcher: sends jobs to a worker, records their outcomes, and replaces a worker that dies or hangs."""
+"""Dispatcher that sends jobs to a worker, records their outcomes, and replaces a worker that dies or hangs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class _DispatchedJob:
 
 
 class Dispatcher:
-    """Dispatcher that supervises the worker from a thread of the service.
+    """Dispatcher that supervises the worker from a thread of the service process.
 
     Each state change is stored before subscribers are notified.
     """
@@ -148,7 +148,7 @@ class Dispatcher:
     def stop(self) -> None:
         """Terminate the worker and requeue its jobs for the next start of the service.
 
-        The interrupted attempts do not count.
+        The interrupted attempts do not count toward the jobs' attempt limit.
         """
         self.stopping = True
         with self.lock:
@@ -274,7 +274,7 @@ class Dispatcher:
         self._requeue()
 
     def _requeue(self, *, count_attempt: bool = True) -> None:
-        """Requeue all running jobs, and fail those that have no attempts left. No worker may be running."""
+        """Requeue all running jobs, and fail those that have no attempts left; no worker may be running."""
         for job in self.jobs.requeue(count_attempt=count_attempt):
             self.bus.forget(job.id)
             self._notify_end(job) if job.state in ENDED else self.bus.publish(job.id, JobEvent("state"))
@@ -365,7 +365,7 @@ class Dispatcher:
     def _cancel_overdue_jobs(self) -> None:
         """Cancel jobs that have exceeded their deadline.
 
-        The deadline is measured from when the job was accepted, or from when the service started if that was later.
+        The deadline is measured from the time the job was accepted or the service started, whichever is later.
         """
         now = time.time()
         # Requeued jobs are often older than the deadline: a restart gives them the full time again.

@@ -52,7 +52,7 @@ class Progress:
 class Subscription:
     """Queue of a job's events for one HTTP request.
 
-    Must be created in the event loop that reads it.
+    A subscription must be created in the event loop that reads it.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class EventBus:
 
     @contextmanager
     def subscribe(self, job: str) -> Iterator[Subscription]:
-        """Subscribe to a job's events within the `with` block, starting with its current progress."""
+        """Subscribe to a job's events inside the `with` block, starting with its current progress."""
         subscription = Subscription()
         # One critical section: an event published between the two steps would be lost or delivered twice.
         with self.lock:
@@ -115,7 +115,7 @@ class EventBus:
                     del self.subscriptions[job]
 
     def publish(self, job: str, event: JobEvent) -> None:
-        """Send an event to all subscribers of a job. Thread-safe."""
+        """Send an event to all subscribers of a job; thread-safe."""
         with self.lock:
             if event.kind != "state":
                 progress = self.progress.setdefault(job, Progress())

@@ -1,4 +1,7 @@
-"""Prometheus metrics for the service. Labels never contain prompts, keys or job IDs."""
+"""Prometheus metrics for the service.
+
+Labels never contain prompts, API keys or job IDs.
+"""
 
 from __future__ import annotations
 

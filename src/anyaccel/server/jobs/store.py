@@ -1,9 +1,10 @@
 """SQLite job store.
 
-Each request is committed before it is answered, so an accepted job survives a crash. A job is `queued`, then `running`,
-and ends as `done`, `failed` or `cancelled`. If the process is killed, the next one finds each job in one of these
-states, and `recover` requeues running jobs once. A service that shuts down normally requeues its running jobs itself,
-and the interrupted attempts do not count.
+Each request is committed before it is answered, so an accepted job survives a crash. A job is `queued`,
+then `running`, and ends as `done`, `failed` or `cancelled`. If the process is killed, the next one finds
+each job in one of these states, and `recover` requeues running jobs once. A service that shuts down
+normally requeues its running jobs itself, and the interrupted attempts do not count toward
+the attempt limit.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, created);
 
 
 class QueueFullError(Exception):
-    """Raised when the queue already contains `max_queue` jobs."""
+    """Error raised when the queue already contains `max_queue` jobs."""
 
 
 class KeyTakenError(Exception):
-    """Raised when an idempotency key was already used for a different request."""
+    """Error raised when an idempotency key was already used for a different request."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class JobStore:
     def take(self, fits: Callable[[Job], bool] = lambda job: True) -> Job | None:
         """Mark the next queued job as running and return it.
 
-        Returns None if the queue is empty or the next job does not fit.
+        Returns None if the queue is empty or `fits` returns false for the next job.
         """
         with self._writing():
             # If the first job does not fit, none is taken: smaller jobs would overtake a large one forever.
@@ -177,7 +178,7 @@ class JobStore:
             return self._get(job.id)
 
     def finish(self, job_id: str, files: Sequence[tuple[str, bytes]], result: Mapping[str, Any]) -> Job:
-        """Store the files of a running job and mark it as done; do nothing if the job has already ended."""
+        """Store the result files of a running job and mark it as done; do nothing if the job has already ended."""
         folder = self._folder_of(job_id)
         with self._lock:
             job = self._get(job_id)
@@ -235,10 +236,10 @@ class JobStore:
         shutil.rmtree(self._folder_of(job_id), ignore_errors=True)
 
     def requeue(self, *, count_attempt: bool = True) -> list[Job]:
-        """Requeue running jobs; fail those with no attempts left and end those marked for cancellation.
+        """Requeue running jobs; fail those with no attempts left and cancel those marked for cancellation.
 
-        Returns all of these jobs. With `count_attempt=False`, used by a normal shutdown, the interrupted attempt does
-        not count.
+        Returns all of these jobs. With `count_attempt=False`, which a normal shutdown uses, the interrupted
+        attempt does not count toward the attempt limit.
         """
         with self._writing():
             job_ids = [row["id"] for row in self._database.execute("SELECT id FROM jobs WHERE state = 'running'")]
@@ -271,7 +272,7 @@ class JobStore:
         return requeued
 
     def overdue(self, since: float) -> list[Job]:
-        """Return the unfinished jobs accepted before `since`, a Unix timestamp."""
+        """Return the jobs that have not ended and were accepted before `since`, a Unix timestamp."""
         with self._lock:
             rows = self._database.execute(
                 "SELECT * FROM jobs WHERE state IN ('queued', 'running') AND created < ?", (since,)
@@ -351,7 +352,7 @@ class JobStore:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Run the `with` block as one transaction."""
+        """Run the body of the `with` block as one transaction."""
         with self._lock:
             # IMMEDIATE acquires the write lock now. A deferred transaction acquires it at its first write, where it can
             # fail with SQLITE_BUSY after it has read: https://www.sqlite.org/lang_transaction.html
@@ -386,7 +387,7 @@ class JobStore:
 def _open_database(file: Path) -> sqlite3.Connection:
     """Open or create the database.
 
-    Raises, without changing the file, if it is corrupted or was written by another version.
+    Raises an error, without changing the file, if it is corrupted or was written by another version.
     """
     file.touch(mode=0o600)  # prompts are private
     database = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=30)

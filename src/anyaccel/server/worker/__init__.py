@@ -1,1 +1,1 @@
-"""Worker process: loads models, runs jobs and reports to the dispatcher."""
+"""Worker process that loads models, runs jobs and reports to the dispatcher."""

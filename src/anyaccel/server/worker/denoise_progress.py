@@ -48,9 +48,9 @@ class StepObserver:
 
 @contextmanager
 def observing_steps(pipe: Any, observer: StepObserver, size: tuple[int, int]) -> Iterator[None]:
-    """Report each scheduler step of a pipeline to an observer within the `with` block.
+    """Report each scheduler step of a pipeline to an observer inside the `with` block.
 
-    The scheduler must not be shared with another call: use a lightweight copy of the pipeline.
+    The scheduler must not be shared with another call, so `pipe` must be a lightweight copy of the pipeline.
     """
     components = find_components(pipe).values()
     schedulers = [component for component in components if hasattr(component, "step") and hasattr(component, "config")]
@@ -61,7 +61,7 @@ def observing_steps(pipe: Any, observer: StepObserver, size: tuple[int, int]) ->
 
 
 class _ObservedStep:
-    """Override of a scheduler's `step` that reports to an observer, or raises if the call has been cancelled."""
+    """Override of a scheduler's `step` that reports to an observer, and raises if the call has been cancelled."""
 
     def __init__(self, pipe: Any, observer: StepObserver, size: tuple[int, int]) -> None:
         self.pipe, self.observer, self.size = pipe, observer, size

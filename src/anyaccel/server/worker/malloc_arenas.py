@@ -16,7 +16,7 @@ _M_ARENA_MAX = -8  # from malloc.h; see https://man7.org/linux/man-pages/man3/ma
 
 
 def use_one_malloc_arena() -> None:
-    """Make all threads started from now on share one malloc arena."""
+    """Make all threads started after this call share one malloc arena."""
     # Contention does not matter: the threads wait for the device far longer than for the allocator.
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)

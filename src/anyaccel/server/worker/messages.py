@@ -81,7 +81,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """Progress of loading the models."""
+    """Message that reports the progress of loading the models."""
 
     done: int
     total: int
@@ -113,7 +113,7 @@ class NotReady:
 
 @dataclass(frozen=True)
 class WorkerLost:
-    """Message sent when one worker in a pool has ended; other workers take over its jobs."""
+    """Message sent when one worker in a pool has exited; other workers take over its jobs."""
 
     worker: str
     message: str
@@ -135,7 +135,7 @@ class StepDone:
 
 @dataclass(frozen=True)
 class PreviewImage:
-    """A preview of an unfinished image."""
+    """Message that contains a preview of an unfinished image."""
 
     job: str
     index: int
@@ -146,7 +146,7 @@ class PreviewImage:
 
 @dataclass(frozen=True)
 class ImageDone:
-    """A finished image of a job."""
+    """Message that contains a finished image of a job."""
 
     job: str
     index: int
@@ -169,7 +169,7 @@ class JobFailed:
 
 @dataclass(frozen=True)
 class JobStopped:
-    """Message sent when a job has stopped after `CancelJob`."""
+    """Message sent when a job has stopped in response to `CancelJob`."""
 
     job: str
 
@@ -178,7 +178,7 @@ class JobStopped:
 # therefore does not count it as progress.
 @dataclass(frozen=True)
 class Heartbeat:
-    """Memory use and batch sizes of a worker, sent every second."""
+    """Message with a worker's memory use and batch sizes, sent every second."""
 
     device_bytes: int | None
     """Used device memory; None if the driver cannot measure it."""

@@ -1,4 +1,4 @@
-"""Cache of models: loads them on demand, and evicts the least recently used ones when memory is low."""
+"""Model cache that loads models on demand, and evicts the least recently used ones when memory is low."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _POLL_S = 0.05
 
 
 class ModelCache:
-    """Cache of the models in memory. Only models that are not in use are evicted."""
+    """Cache of the models in memory, which evicts only models that are not in use."""
 
     def __init__(self, settings: ServerSettings, load: Callable[[ServedName], ServedModel]) -> None:
         self.settings, self.load = settings, load
@@ -43,7 +43,7 @@ class ModelCache:
     def using(self, name: str, is_stopped: Callable[[], bool] = lambda: False) -> Iterator[ServedModel]:
         """Load a model if necessary, and keep it in memory for the duration of the `with` block.
 
-        Raises `StoppedError` if `is_stopped` becomes true during the wait for the model.
+        Raises `StoppedError` if `is_stopped` returns true during the wait for the model.
         """
         model = self._acquire(name, is_stopped)
         try:
@@ -133,6 +133,6 @@ def _count_weight_bytes(model: ServedModel) -> int:
 
 
 def _count_file_bytes(served: ServedName) -> int | None:
-    """Return the size of a model's weight files, or None if they are not available locally."""
+    """Return the total size of a model's weight files in bytes, or None if they are not available locally."""
     folder = Path(resolve_model(served.model).source)
     return sum(file.stat().st_size for file in folder.rglob("*.safetensors")) if folder.is_dir() else None

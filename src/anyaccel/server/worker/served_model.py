@@ -45,7 +45,7 @@ _WARM_UP_STEPS = 4
 
 
 class UnsafeContentError(Exception):
-    """Raised when the model's safety checker rejects an image."""
+    """Error raised when the model's safety checker rejects an image."""
 
 
 class ServedModel:
@@ -126,7 +126,7 @@ class ServedModel:
         return () if placement is None else placement.denoisers
 
     def close(self) -> None:
-        """Disable batching and restore each model's original forward method."""
+        """Disable batching and restore the original forward method of each model component."""
         if self.shared is not None:
             self.shared.close()
             self.shared = None
@@ -191,7 +191,7 @@ class ServedModel:
             self._set_concurrency(1)
 
     def _warm_up(self) -> None:
-        """Generate one image per configured size, and detect which model components can batch concurrent calls."""
+        """Generate one image per configured size, and determine which model components can batch concurrent calls."""
         for width, height in self.sizes:
             self.pipe(**self._warm_up_call(_PROMPTS[0], width, height, _WARM_UP_STEPS), seed=0)
         self._set_concurrency(1)
@@ -296,7 +296,7 @@ class ServedModel:
         self.pipe.disable_lora()
 
     def _switch_adapter(self, adapter: str | None) -> None:
-        """Enable a LoRA adapter, or disable all adapters. No call may be running."""
+        """Enable a LoRA adapter, or disable all adapters; no call may be running."""
         if adapter is None:
             self.pipe.disable_lora()
         else:
@@ -317,7 +317,7 @@ def _parameters(pipe: Any) -> list[str]:
 
 
 def _find_pipelines(pipe: Any) -> dict[Task, Any]:
-    """Return a pipeline for each supported task. All pipelines share the models of `pipe`."""
+    """Return a pipeline for each supported task; all pipelines share the models of `pipe`."""
     parameters = inspect.signature(plain_class(pipe).__call__).parameters
     if "prompt" not in parameters:
         raise UsageError(f"{type(pipe).__name__} does not accept a prompt", hint="serve a text-to-image model")

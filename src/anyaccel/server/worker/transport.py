@@ -1,4 +1,4 @@
-"""`WorkerTransport` interface, and its implementation with one child process."""
+"""`WorkerTransport` interface, and an implementation that uses one child process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["WorkerProcess", "WorkerTransport"]
 
 # `cluster.serve.replica_pool` implements this interface for workers on Ray.
 class WorkerTransport(Protocol):
-    """Interface for running jobs in one or more workers, which report progress with `messages` classes."""
+    """Interface for running jobs on one or more workers, which report progress with messages from `messages`."""
 
     self_healing: bool
     """Whether the transport itself replaces workers that hang or die; otherwise the dispatcher does."""
@@ -23,7 +23,7 @@ class WorkerTransport(Protocol):
         """Start loading the models; a `ModelsReady` or `LoadFailed` message reports the outcome."""
 
     def send(self, message: RunJob | CancelJob) -> None:
-        """Send a message to the workers without waiting for an answer."""
+        """Send a message to the workers without waiting for a reply."""
 
     def receive(self, timeout_s: float) -> Any:
         """Return the next message, or None if none arrives within `timeout_s` seconds.
@@ -35,14 +35,14 @@ class WorkerTransport(Protocol):
         """Return whether `images` more images can start while `busy` are running."""
 
     def end(self) -> None:
-        """Terminate all workers immediately. Safe to call from any thread and more than once."""
+        """Terminate all workers immediately; safe to call from any thread and more than once."""
 
     def describe_end(self) -> str:
-        """Describe how the transport ended, such as `with status -9`, for the log."""
+        """Return a description of how the transport ended, such as `with status -9`, for the log."""
 
 
 class WorkerProcess(PipeWorker):
-    """Transport with a single worker in a child process."""
+    """Transport that runs a single worker in a child process."""
 
     self_healing = False
 

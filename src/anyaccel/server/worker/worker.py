@@ -48,7 +48,7 @@ _PREVIEW_QUALITY = 80
 
 
 def run_worker(pipe: ParentPipe, settings: ServerSettings) -> None:
-    """Load the models and run jobs until the service exits. Entry point of the worker process."""
+    """Load the models and run jobs until the service exits; entry point of the worker process."""
     # Process managers send SIGTERM to the whole process group; the service decides when the worker ends.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     use_one_malloc_arena()
@@ -72,7 +72,7 @@ def _run_messages(pipe: ParentPipe, worker: Worker) -> None:
 class Worker:
     """Worker that runs jobs for a service on one device.
 
-    It calls `send` with its messages from several threads.
+    It sends its messages by calling `send` from several threads.
     """
 
     def __init__(self, settings: ServerSettings, send: Callable[[Any], None]) -> None:
@@ -125,7 +125,7 @@ class Worker:
             stop_event.set()
 
     def beat(self) -> None:
-        """Send a heartbeat every second. Never returns."""
+        """Send a heartbeat every second; never returns."""
         import psutil
 
         from anyaccel.errors import NotMeasurableError
@@ -282,7 +282,7 @@ def _convert_mask(image: Any) -> Any:
 
 
 def make_load_failed(error: Exception) -> LoadFailed:
-    """Return the message for an exception that prevents the worker from starting."""
+    """Return the message for an exception that prevented the worker from starting."""
     from anyaccel.errors import AnyaccelError
 
     if isinstance(error, AnyaccelError):
@@ -291,7 +291,7 @@ def make_load_failed(error: Exception) -> LoadFailed:
 
 
 def make_job_failed(job: str, error: BaseException) -> JobFailed:
-    """Return the message for an exception that ended a job, with the code and status of the HTTP error."""
+    """Return the message for an exception that ended a job, with the code and status for the HTTP error."""
     from anyaccel.backends.out_of_memory import is_out_of_memory
     from anyaccel.errors import AnyaccelError, DoesNotFitError, NotFiniteError, UsageError
     from anyaccel.server.worker.served_model import UnsafeContentError
