@@ -231,10 +231,7 @@ def read_child_table(module: torch.nn.Module) -> dict[str, torch.nn.Module | Non
 
 
 def read_hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return a module's dicts of forward hooks and pre-hooks, which torch modifies in place.
-
-    See nn/modules/module.py.
-    """
+    """Return a module's dicts of forward hooks and pre-hooks, which torch modifies in place (nn/modules/module.py)."""
     return module._forward_hooks, module._forward_pre_hooks
 
 
@@ -325,10 +322,7 @@ def restore_compiled_call(layer: Any, compiled: Any) -> None:
 
 
 def pause_gc_after_compile() -> AbstractContextManager[Any]:
-    """Disable Dynamo's garbage collection after each graph inside the `with` block.
-
-    See _dynamo/config.py (since torch 2.8).
-    """
+    """Disable Dynamo's garbage collection after each graph inside the `with` block (_dynamo/config.py)."""
     config: Any = importlib.import_module("torch._dynamo.config")
     return config.patch(run_gc_after_compile=False) if hasattr(config, "run_gc_after_compile") else nullcontext()
 
@@ -357,10 +351,7 @@ def find_inductor_cache() -> str:
 
 
 def read_global_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the dicts of global forward hooks and pre-hooks, which torch modifies in place.
-
-    See nn/modules/module.py.
-    """
+    """Return the dicts of global forward hooks and pre-hooks, which torch modifies in place (nn/modules/module.py)."""
     from torch.nn.modules import module
 
     return module._global_forward_hooks, module._global_forward_pre_hooks

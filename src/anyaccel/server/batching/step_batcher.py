@@ -1,9 +1,8 @@
 """Step batching: concurrent pipeline calls run their denoiser calls as one batch.
 
-Each request runs an unmodified pipeline call in its own thread. An override of the model's forward method
-delays a call while other calls are about to reach the same model. It concatenates the inputs of the
-waiting calls, each at its own timestep, and returns the corresponding rows of the output to each call.
-The thread that completes a batch runs it for all calls.
+Each request runs an unmodified pipeline call in its own thread. An override of the model's forward method delays a call
+while other calls are about to reach the same model. It concatenates the inputs of the waiting calls, each at its own
+timestep, and returns to each call its rows of the output. The thread that completes a batch runs it for all calls.
 """
 
 from __future__ import annotations
