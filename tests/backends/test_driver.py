@@ -78,7 +78,7 @@ def test_empty_cache_without_a_caching_allocator(monkeypatch: pytest.MonkeyPatch
 def test_missing_memory_figure_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = attach(npu.BACKEND, monkeypatch)
     with pytest.raises(
-        NotMeasurableError, match=r"neither torch\.npu nor torch\.accelerator .* has max_memory_allocated"
+        NotMeasurableError, match=r"neither torch\.npu nor torch\.accelerator .* provides max_memory_allocated"
     ):
         driver.max_memory(0)
 

@@ -96,7 +96,7 @@ def test_plain_diffusers_runs_with_the_variable_and_writes_a_ledger(tmp_path: Pa
         ("nueron", "unknown device 'nueron' (from ANYACCEL_VIRTUAL); hint: did you mean neuron?"),
         (
             "neuron,strit",
-            "(from ANYACCEL_VIRTUAL): unknown option 'strit'; hint: options: count=N",
+            "(from ANYACCEL_VIRTUAL): unknown option 'strit'; hint: supported options: count=N",
         ),
         ("neuron:", "'' is neither a device index nor a memory size"),
         ("neuron,count=0", "must be between 1 and 999"),

@@ -67,7 +67,7 @@ def test_unknown_mode_raises() -> None:
     with pytest.raises(UsageError, match="does not support mode='graph'") as caught:
         choose_mode(without_limits(modes=MODES), PlacementOptions(mode="graph"), {})
     assert "eager, lazy" in caught.value.hint
-    with pytest.raises(UsageError, match="has only the mode 'eager', not 'lazy'"):
+    with pytest.raises(UsageError, match="supports only mode='eager', not 'lazy'"):
         choose_mode(without_limits(), PlacementOptions(mode="lazy"), {})
     assert choose_mode(without_limits(), PlacementOptions(mode="eager"), {}).value == "eager"
     assert choose_mode(without_limits(), PlacementOptions(), {}).value == "eager"

@@ -81,7 +81,7 @@ def test_a_missing_or_empty_file_is_an_error(tmp_path: Path) -> None:
 
 def test_an_unknown_argument_is_reported_with_the_nearest_name() -> None:
     check_parameters([row(width=8)], ["prompt", "width"], "SomePipeline")
-    with pytest.raises(UsageError, match=r"(?s)line 4: unknown argument 'widht' of SomePipeline.*line 5") as raised:
+    with pytest.raises(UsageError, match=r"(?s)line 4: unknown argument 'widht' for SomePipeline.*line 5") as raised:
         check_parameters([row(), row(4, widht=8), row(5, foo=1)], ["prompt", "width"], "SomePipeline")
     assert "did you mean width?" in raised.value.hint
 
