@@ -42,7 +42,7 @@ def test_integers_of_every_library_become_python_ints(value: Any) -> None:
 def test_values_that_are_not_integers_raise(value: Any) -> None:
     assert to_integer(value) is None
     for read in (check_steps, check_batch, read_seed, check_width):
-        with pytest.raises(UsageError, match="must be an integer") as caught:
+        with pytest.raises(UsageError, match=r"must be an? (positive )?integer") as caught:
             read(value)
         assert caught.value.hint
 
@@ -61,7 +61,7 @@ def test_limits_are_inclusive() -> None:
             assert read(largest) == largest
             outside.append(largest + 1)
         for value in outside:
-            with pytest.raises(UsageError, match="must be an integer"):
+            with pytest.raises(UsageError, match=r"must be an? (positive )?integer"):
                 read(value)
 
 

@@ -107,7 +107,7 @@ def test_a_damaged_database_or_one_of_another_version_is_not_changed(tmp_path: P
     with sqlite3.connect(file) as database:
         database.execute("CREATE TABLE jobs (id TEXT)")
     database.close()
-    with pytest.raises(UsageError, match="another version"):
+    with pytest.raises(UsageError, match="a different version"):
         JobStore(tmp_path)
 
 
