@@ -93,7 +93,7 @@ def test_valid_strings(device: object, expected: dict[str, object]) -> None:
         ("virtual:mps,memory=lots", "'lots' is not a valid memory size", "16GiB"),
         ("virtual:mps,count=0", "must be between 1 and 999, not 0", "count=2"),
         ("virtual:mps,count=-1", "must be between 1 and 999, not -1", "count=2"),
-        ("virtual:neuron:2,count=2", "index 2 is out of range, the device count is 2", "neuron:1"),
+        ("virtual:neuron:2,count=2", "index 2 is out of range; the device count is 2", "neuron:1"),
         ("nueron", "unknown device 'nueron'", "did you mean neuron?"),
         ("virtual:nueron", "unknown device 'nueron'", "did you mean neuron?"),
         ("trainum", "unknown device 'trainum'", "did you mean trainium?"),

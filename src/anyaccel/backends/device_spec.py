@@ -99,7 +99,7 @@ class DeviceSpec:
         count = self.count or 1
         if self.index is not None and self.index >= count:
             raise UsageError(
-                f"{self}: device index {self.index} is out of range, the device count is {count}{self.given_by}",
+                f"{self}: device index {self.index} is out of range; the device count is {count}{self.given_by}",
                 hint=self.count_hint(),
             )
         return count

@@ -104,7 +104,8 @@ def _wait(ray: Any, pending: dict[Any, int]) -> list[RankResult]:
             results.append(ray.get(finished))
         except ray.exceptions.RayError as error:
             raise AnyaccelError(
-                f"rank {rank} failed: {type(error).__name__}", hint="run the command again; all ranks must be running"
+                f"rank {rank} failed: {type(error).__name__}",
+                hint="see the output of this rank, then restart all ranks",
             ) from error
         if results[-1].status:
             break

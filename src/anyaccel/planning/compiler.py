@@ -50,7 +50,7 @@ def choose_mode(sheet: Sheet, options: PlacementOptions, environment: Mapping[st
     if not modes:
         if options.mode not in (None, "eager"):
             raise UsageError(f"{sheet.title} supports only mode='eager', not {options.mode!r}", hint="omit mode")
-        return Decision("eager", "the only mode of this device")
+        return Decision("eager", "the only mode that this device supports")
     # The vendor reads its variables at import time, so an exported one has usually taken effect already.
     set_in_environment = [
         mode for mode in sheet.modes if any(environment.get(variable) == value for variable, value in mode.settings)

@@ -121,4 +121,6 @@ def choose_replacements(sheet: Sheet) -> Decision[tuple[tuple[str, str], ...]]:
         # complex128 must not become complex64 if that one is replaced too.
         replaced = [pair for pair in replaced if pair[0] != "complex128"] + [("complex128", "pairs")]
     reasons = [sheet.dtype(name).says for name, _ in replaced] + [limit.says for limit in partial]
-    return Decision(tuple(replaced), " ".join(dict.fromkeys(reasons)) or "the device supports all dtypes")
+    return Decision(
+        tuple(replaced), " ".join(dict.fromkeys(reasons)) or "the device supports all dtypes that pipelines use"
+    )

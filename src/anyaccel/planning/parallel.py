@@ -67,7 +67,9 @@ class Ranks:
     """Whether the weights fit on one device; None if unknown."""
 
 
-SINGLE_DEVICE: Decision[Split | None] = Decision(None, "one device; use parallel= to split the model over several")
+SINGLE_DEVICE: Decision[Split | None] = Decision(
+    None, "only one device is used; use parallel= to split the model across several"
+)
 
 
 def choose_parallel(
