@@ -183,7 +183,7 @@ def test_command_line_settings_are_parsed_and_checked() -> None:
             read_limits([text], 7)
     (first, second) = read_served_names(["embedded", "big=org/name"])
     assert (first.name, first.model, second.name, second.model) == ("embedded", "embedded", "big", "org/name")
-    with pytest.raises(UsageError, match="same name"):
+    with pytest.raises(UsageError, match="duplicate model name"):
         read_served_names(["a=x", "a=y"])
     with pytest.raises(UsageError, match="invalid LoRA"):
         read_lora("ink")

@@ -136,7 +136,7 @@ def test_the_mode_cannot_change_after_the_vendor_module_is_imported(monkeypatch:
         ("cpu", {"dtype": "fp99"}, "unknown dtype 'fp99'"),
         ("cpu", {"attention_slice": 1}, "did you mean attention_slicing"),
         ("cpu", {"attention_slicing": "some"}, "attention_slicing must be"),
-        ("cpu", {"images_per_call": 0}, "of at least 1"),
+        ("cpu", {"images_per_call": 0}, "must be a positive integer"),
         ("cpu", {"mode": "lazy"}, "supports only mode='eager'"),
         ("cpu", {"scheduler": "moon"}, "scheduler must be"),
         ("virtual:nothing", {}, "nothing"),
