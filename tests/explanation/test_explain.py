@@ -222,7 +222,7 @@ def test_an_unavailable_device_becomes_its_smallest_product() -> None:
         (SD, {"device": "mps:16GiB", "memory": "component"}, UsageError, "memory='phase'"),
         (SD, {"device": "h200", "dtype": "int8"}, UsageError, "float64, float32, bfloat16, float16"),
         ("", {"device": "h200"}, ModelError, "the model name is empty"),
-        ("/nowhere/model", {"device": "h200"}, ModelError, "not a folder"),
+        ("/nowhere/model", {"device": "h200"}, ModelError, "neither a folder nor a hub id"),
         ("nobody/nothing-at-all", {"device": "h200"}, ModelError, "cannot download the config files"),
     ],
 )
@@ -256,7 +256,7 @@ def test_the_error_for_insufficient_memory() -> None:
 
 def test_the_command_line_hints_at_its_own_options(run_cli_forked: RunCli) -> None:
     for option, value, hint in (
-        ("--batch", "0", "hint: --batch 1"),
+        ("--batch", "0", "hint: for example --batch 1"),
         ("--size", "0", "hint: use WIDTHxHEIGHT in pixels, for example 512x768"),
     ):
         done = run_cli_forked("explain", SD, option, value)
