@@ -150,7 +150,7 @@ def test_rows_of_the_same_shape_share_a_call_and_retries_run_alone(tmp_path: Pat
 
 def test_an_unknown_argument_ends_the_batch_before_any_row_runs(tmp_path: Path) -> None:
     pool = ScriptedPool(lambda *_: None)
-    with pytest.raises(UsageError, match="unknown argument 'height' of SomePipeline"):
+    with pytest.raises(UsageError, match="unknown argument 'height' for SomePipeline"):
         run_batch(tmp_path, pool, rows(2, height=8))
     assert pool.calls == []
     assert pool.stopped
