@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = ["REASONS", "find_reason"]
 
-# `if device.type == "mps"` selects the interpolation mode, so the CPU and MPS run different code.
+# diffusers selects the interpolation mode by device type, so the reference and the device run different code.
 _OTHER_UPSCALING = "diffusers selects another interpolation mode on MPS (pipeline_unclip.py)"
 
 # Reason by recipe name.
