@@ -26,7 +26,7 @@ def describe_explanation(plan: Plan, model: str, width: int = 100, *, download_b
     assert forecast is not None
     # Bars need a minimum width, and long lines of prose are hard to read.
     width = max(_MIN_WIDTH, min(width, _MAX_WIDTH))
-    lines = [f"{model} on {plan.device}: {plan.title}{' (virtual)' if plan.virtual else ''}"]
+    lines = _wrap(f"{model} on {plan.device}: {plan.title}{' (virtual)' if plan.virtual else ''}", width, "")
     lines += [f"{_describe_output(forecast)} in {plan.dtype.value}, {plan.pipeline}", ""]
     lines += _wrap(_describe_verdict(plan, forecast), width, "")
     lines += ["", *_draw_phases(forecast, width), ""]
@@ -64,14 +64,18 @@ def _describe_verdict(plan: Plan, forecast: Forecast) -> str:
 
 def _draw_phases(forecast: Forecast, width: int) -> Iterator[str]:
     """Draw one bar per phase, with a line at the device's capacity."""
-    bar_width = width - 25  # the rest is the phase name and the size
+    bar_width = width - 27  # the rest is the phase name, the size and "peak"
     scale = max(forecast.capacity_bytes, forecast.peak_bytes, 1)
     edge = round(forecast.capacity_bytes / scale * bar_width)
     for name, size in forecast.phases:
         bar = _draw_bar(size / scale, bar_width)
         mark = "  peak" if size == forecast.peak_bytes else ""
         yield f"  {name:8}{bar[:edge]}│{bar[edge:]} {readable(size):>9}{mark}"
-    yield f"  {'':8}{' ' * edge}└ {readable(forecast.capacity_bytes)} available"
+    capacity = f"{readable(forecast.capacity_bytes)} available"
+    if 10 + edge + 2 + len(capacity) <= width:
+        yield f"{'':{10 + edge}}└ {capacity}"
+    else:
+        yield f"{capacity:>{10 + edge - 1}} ┘"
 
 
 def _draw_bar(share: float, width: int) -> str:

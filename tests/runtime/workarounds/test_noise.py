@@ -388,7 +388,7 @@ def test_device_generators_draw_on_the_device() -> None:
 @NEEDS_RECIPES
 def test_seed_together_with_generator_raises() -> None:
     pipe = anyaccel.place(make_pipe(TEXT_TO_IMAGE), "cpu", dtype=torch.float32)
-    with pytest.raises(UsageError, match="both given"):
+    with pytest.raises(UsageError, match="cannot be used together"):
         generate(TEXT_TO_IMAGE, pipe, seed=1, generator=cpu_generator(1))
     with pytest.raises(UsageError, match="got 2 seeds for 3 images"):
         generate(TEXT_TO_IMAGE, pipe, 3, seed=[1, 2])
