@@ -60,7 +60,7 @@ def test_pipeline_runs_eagerly_if_compilation_fails(
     assert {"unet", "transformer"} & set(report.not_compiled.value)
     assert "this backend compiles nothing" in report.not_compiled.reason
     assert "not_compiled" in str(pipe.plan)
-    assert sum("runs eagerly" in record.message for record in caplog.records) == len(report.not_compiled.value)
+    assert sum("running it eagerly" in record.message for record in caplog.records) == len(report.not_compiled.value)
 
 
 @pytest.mark.long
