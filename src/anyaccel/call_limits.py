@@ -75,7 +75,7 @@ def parse_image_size(text: str) -> tuple[int, int]:
 
 
 def check_steps(value: Any, *, hint: str = "for example num_inference_steps=20") -> int:
-    """Return the number of denoising steps as an integer; raise if it is invalid."""
+    """Return the number of denoising steps as an integer; raise if it is not a positive integer."""
     steps = to_integer(value)
     if steps is None or steps < 1:
         raise UsageError(f"the number of steps must be a positive integer, not {value!r:.60}", hint=hint)
@@ -91,7 +91,7 @@ def check_batch(value: Any, *, hint: str = "for example batch=1") -> int:
 
 
 def read_seed(value: Any, *, hint: str = "for example seed=7") -> int:
-    """Return a seed as an integer; raise if `torch.Generator` does not accept it."""
+    """Return a seed as an integer; raise if it is not between 0 and 2**64 - 1."""
     seed = to_integer(value)
     if seed is None or not 0 <= seed <= LARGEST_SEED:
         raise UsageError(f"a seed must be an integer from 0 to 2**64 - 1, not {value!r:.60}", hint=hint)

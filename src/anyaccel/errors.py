@@ -1,4 +1,4 @@
-"""Exceptions of anyaccel.
+"""Exceptions raised by anyaccel.
 
     AnyaccelError                 exit status 3: unexpected failure
     ├── UsageError                exit status 2: invalid arguments (also a ValueError)
@@ -79,7 +79,7 @@ def _rebuild(kind: type[AnyaccelError], message: str, hint: str) -> AnyaccelErro
 
 # Subclasses also derive from a built-in exception, so callers can catch them without importing anyaccel.
 class UsageError(AnyaccelError, ValueError):
-    """Invalid arguments, regardless of the device."""
+    """Arguments that are invalid on every device."""
 
     exit_status = 2
 
@@ -93,7 +93,7 @@ class UnknownDtypeError(UsageError):
 
 
 class UnknownProductError(UsageError):
-    """Product not listed on the sheet of a device."""
+    """Product name that is not listed on the device's sheet."""
 
 
 class UnknownComponentError(UsageError):
@@ -101,7 +101,7 @@ class UnknownComponentError(UsageError):
 
 
 class ModelError(UsageError):
-    """Invalid, broken or untrusted model."""
+    """Model that is invalid, corrupted or untrusted."""
 
 
 class DeviceUnavailableError(AnyaccelError, RuntimeError):
@@ -118,7 +118,7 @@ class LimitError(AnyaccelError, RuntimeError):
 
 # Code that catches the TypeError of the real device must also work on a virtual one.
 class LimitTypeError(LimitError, TypeError):
-    """A `LimitError` for limits at which the real device raises a TypeError."""
+    """A `LimitError` for operations that raise a TypeError on the real device."""
 
 
 class VirtualDeviceError(AnyaccelError, RuntimeError):
@@ -142,7 +142,7 @@ class NotFiniteError(AnyaccelError, ArithmeticError):
 
 
 class NotMeasurableError(AnyaccelError, RuntimeError):
-    """The device does not report this value."""
+    """The device does not report the requested measurement, such as its memory use."""
 
     exit_status = 1
 
@@ -152,7 +152,10 @@ class ProcessDiedError(AnyaccelError, RuntimeError):
 
 
 class UnmappedError(AnyaccelError, AttributeError):
-    """A CUDA script uses an attribute that has no equivalent on the device; `hasattr` returns False."""
+    """A CUDA script uses an attribute that has no equivalent on the device.
+
+    It is also an AttributeError, so `hasattr` returns False.
+    """
 
     exit_status = 1
 

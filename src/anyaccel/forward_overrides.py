@@ -1,17 +1,19 @@
-"""Overrides of a module's `forward`. No other code in anyaccel assigns `forward`.
+"""Overrides for a module's `forward` method; no other file in anyaccel assigns `module.forward`.
 
-A `ForwardOverrides` object in `module.__dict__["forward"]` runs the overrides that were set for the module, outermost
-first, around the forward found at call time. The module is not wrapped: `isinstance`, adapters, `state_dict`, copies
-and pickles work as before.
+A `ForwardOverrides` object in `module.__dict__['forward']` runs the module's overrides, outermost
+first, around the original forward, which is looked up at call time. The module is not wrapped, so
+`isinstance`, adapters, `state_dict`, copying and pickling work as before.
 
-Hooks from accelerate and diffusers also replace `module.forward`, and later restore the forward that they replaced.
-Both orders work: a hook added later runs around the overrides until `refresh_overrides` moves them to the outside
-again, which a placed pipeline does on every call. Removing a hook may restore an older `ForwardOverrides`, which only
-passes calls through.
+Hooks from accelerate and diffusers also replace `module.forward`, and later restore the forward
+that they replaced. They may be added before or after the overrides. A hook that is added later runs
+around the overrides until `refresh_overrides` makes them the outermost again; a placed pipeline
+does this on every call. Removing a hook may restore an outdated `ForwardOverrides`, which only
+calls the original forward.
 
-Known limitations: a shallow copy of a module (`copy.copy`, `nn.DataParallel`) runs the original's weights, as with any
-replaced forward. Unpickling binds the `forward` of the module's class, so a pickled module loads without anyaccel; a
-later patch of the class has no effect on that module until it is placed. See docs/decisions/0014-forward-overrides.md.
+Known limitations: a shallow copy of a module (`copy.copy`, `nn.DataParallel`) uses the original's
+weights, as with any replaced forward. Unpickling binds the `forward` of the module's class, so a
+pickled module loads without anyaccel; a later patch of the class has no effect on that module until
+it is placed. See docs/decisions/0014-forward-overrides.md.
 """
 
 from __future__ import annotations
@@ -50,7 +52,11 @@ OVERRIDES_KEY = "_anyaccel_overrides"
 
 
 class Slot(IntEnum):
-    """Override slots; a module has at most one override per slot, and lower slots run around higher ones."""
+    """Slots for forward overrides.
+
+    A module has at most one override per slot. An override in a lower slot runs around those in higher
+    slots.
+    """
 
     INPUTS = 0
     """Device and dtype of inputs, torch function modes, NaN check."""
@@ -69,7 +75,7 @@ class Slot(IntEnum):
 
 
 class _Chain:
-    """The overrides of one module, stored in its `__dict__` next to the `ForwardOverrides` that runs them."""
+    """The overrides of one module, in slot order, stored in the module's `__dict__`."""
 
     def __init__(self) -> None:
         self.slots: dict[Slot, Override] = {}
@@ -95,7 +101,7 @@ def _find_chain(module: torch.nn.Module) -> _Chain | None:
 
 
 class ForwardOverrides:
-    """Callable stored in a module's `__dict__["forward"]` that runs the module's overrides."""
+    """Callable that replaces a module's `forward` and runs the module's overrides."""
 
     def __init__(self, module: torch.nn.Module, beneath: Forward | None, chain: _Chain) -> None:
         # A strong reference would form a cycle: a deleted pipeline would hold its memory until the next collection.
@@ -105,7 +111,10 @@ class ForwardOverrides:
         """Another library's replacement of the forward; None for the class's own, which is looked up at call time."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the overrides around the module's forward."""
+        """Run the module's overrides around its original forward.
+
+        While torch.compile or torch.export traces the module, only the original forward runs.
+        """
         # Overrides have side effects that torch.compile, torch.export and vmap must not trace.
         if torch.compiler.is_compiling():
             return self._run_original(*args, **kwargs)
@@ -177,7 +186,7 @@ def set_override(module: torch.nn.Module, slot: Slot, override: Override) -> Non
 
 
 def get_override(module: Any, slot: Slot) -> Override | None:
-    """Return a module's override for a slot, or None."""
+    """Return a module's override for a slot, or None if none is set."""
     chain = _find_chain(module) if isinstance(module, torch.nn.Module) else None
     return None if chain is None else chain.slots.get(slot)
 
@@ -201,14 +210,14 @@ def remove_override(module: torch.nn.Module, slot: Slot) -> None:
 
 
 def refresh_overrides(module: torch.nn.Module) -> None:
-    """Move a module's overrides outside any hooks that have replaced its forward since they were set."""
+    """Make a module's overrides outermost again, after hooks from other libraries replaced its forward."""
     chain = _find_chain(module)
     if chain is not None:
         _install(module, chain)
 
 
 def run_beneath(module: torch.nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a module's forward with only the overrides in slots higher than the given one."""
+    """Run a module's forward with only the overrides in slots above `slot`."""
     chain = _find_chain(module)
     top = None if chain is None or chain.top is None else chain.top()
     if chain is None or top is None:
@@ -217,7 +226,7 @@ def run_beneath(module: torch.nn.Module, slot: Slot, args: tuple[Any, ...], kwar
 
 
 def _install(module: torch.nn.Module, chain: _Chain) -> None:
-    """Install the overrides as the outermost forward of a module."""
+    """Set a module's `forward` to a `ForwardOverrides` object that runs the given overrides."""
     forward = vars(module).get("forward")
     if isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward:
         forward = None  # a hook or a pickle restored the forward of the class

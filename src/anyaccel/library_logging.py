@@ -1,8 +1,8 @@
-"""Control of other libraries' loggers, warnings and progress bars; no other module silences them.
+"""Functions that silence other libraries' log messages, warnings and progress bars.
 
-Library calls (`anyaccel.place`, a pipeline call) drop only individual messages that do not apply to
-anyaccel. Entire libraries are silenced in commands, in worker processes, and while `anyaccel.explain`
-builds models without weights.
+No other module silences libraries. Library calls (`anyaccel.place`, a pipeline call) drop only
+individual messages that do not apply to anyaccel. Entire libraries are silenced in command-line
+commands, in worker processes, and while `anyaccel.explain` builds models without weights.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ _ADVICE = (FLOAT32_ADVICE, *SAFETY_ADVICE)
 
 @contextmanager
 def drop_log_records(logger: str, text: str = "") -> Iterator[None]:
-    """Drop a logger's records that contain `text` inside the `with` block; an empty `text` drops all records."""
+    """Drop log records from a logger inside the `with` block if they contain `text`.
+
+    An empty `text` drops all records.
+    """
 
     def keep(record: logging.LogRecord) -> bool:
         return text not in record.getMessage()
@@ -58,7 +61,7 @@ def drop_log_records(logger: str, text: str = "") -> Iterator[None]:
 
 @functools.cache
 def drop_log_records_always(logger: str, start: str) -> None:
-    """Permanently drop a logger's records that start with `start`; repeated calls have no further effect."""
+    """Permanently drop a logger's records that begin with `start`; repeated calls have no effect."""
     logging.getLogger(logger).addFilter(lambda record: not record.getMessage().startswith(start))
 
 
@@ -68,17 +71,22 @@ def log_errors_only(library: str) -> None:
 
 
 def silence_process() -> None:
-    """Permanently drop Python warnings and log records up to level WARNING, for use in worker processes."""
+    """Silence Python warnings and log records up to level WARNING until the process exits.
+
+    Use this only in worker processes.
+    """
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
 
 @contextmanager
 def quiet_libraries(*, everything: bool = False) -> Iterator[None]:
-    """Drop developer messages from libraries inside the `with` block, unless the user requested them.
+    """Hide library messages for developers inside the `with` block, unless the user enabled them.
 
-    The user requests them with `-W` or with a variable such as `TRANSFORMERS_VERBOSITY`. `everything` also
-    drops diffusers warnings and all Python warnings, for example while a model is built without weights.
+    These are transformers log records below ERROR, some advice from diffusers, and FutureWarnings.
+    The user enables them with Python's `-W` option or a variable such as `TRANSFORMERS_VERBOSITY`.
+    With `everything`, diffusers log records below ERROR and all Python warnings are hidden too, for
+    example while a model is built without weights.
     """
     with ExitStack() as stack:
         for library in ("transformers", "diffusers") if everything else ("transformers",):
@@ -94,7 +102,10 @@ def quiet_libraries(*, everything: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _only_errors(library: str) -> Iterator[None]:
-    """Set a library's log level to ERROR inside the `with` block."""
+    """Set a library's log level to ERROR inside the `with` block.
+
+    Do nothing if its verbosity variable, such as `DIFFUSERS_VERBOSITY`, is set.
+    """
     # The variable covers later imports and child processes, the level a library that is already imported.
     variable, logger = f"{library.upper()}_VERBOSITY", logging.getLogger(library)
     if variable in os.environ:
@@ -126,9 +137,9 @@ def no_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def no_transformers_bars() -> Iterator[None]:
-    """Hide the progress bars that transformers shows while loading models, inside the `with` block.
+    """Hide the progress bars that transformers shows for model loading inside the `with` block.
 
-    This also hides the huggingface_hub progress bars, so download models first.
+    This also hides the download bars of huggingface_hub, so download models before the block.
     """
     from transformers.utils import logging as transformers_logging
 

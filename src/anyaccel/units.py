@@ -25,7 +25,7 @@ def parse_size(text: str) -> int:
 
 
 def readable(size: int) -> str:
-    """Format a size in bytes, such as `1.5 GiB` or `312 MiB`."""
+    """Format a number of bytes as text, such as `1.5 GiB` or `312 MiB`."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= factor:
             return f"{size / factor:.3g} {unit}" if size < 100 * factor else f"{size / factor:.0f} {unit}"

@@ -1,6 +1,7 @@
-"""Backends: the sheets and drivers for all accelerators, and the registry that finds them.
+"""Accelerator backends: a capability sheet and a driver per accelerator, and the backend registry.
 
-To add an accelerator, add a module with a `BACKEND` to `devices`, or publish one as a plugin.
+To add an accelerator, define `BACKEND` in a new module in `devices`, or publish a plugin package
+that provides a `Backend`.
 """
 
 from anyaccel.backends.driver import Driver, Memory

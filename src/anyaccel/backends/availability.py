@@ -1,6 +1,6 @@
-"""Device availability, including the reason why a device is not available.
+"""Availability checks for devices, with the reason why a device is not available.
 
-Availability is determined from plain data, so it can be tested for any machine.
+The checks use a `Machine` description instead of the real system, so tests can cover any machine.
 """
 
 from __future__ import annotations
@@ -38,12 +38,15 @@ class Device:
 
     @property
     def count(self) -> int:
-        """The number of devices of this type."""
+        """The number of devices of this type that are available."""
         return len(self.names)
 
 
 def find_unmet(sheet: Sheet, machine: Machine) -> list[Requirement]:
-    """Return the requirements that a machine does not meet, or only the first if its OS is not supported."""
+    """Return a sheet's requirements that a machine does not meet.
+
+    If the operating system is not supported, return only the first unmet requirement.
+    """
     unmet = [requirement for requirement in sheet.requirements if requirement.unmet(machine) is not None]
     # On the wrong operating system, hints to install packages would mislead.
     wrong_system = any(isinstance(requirement, SystemIs) for requirement in unmet)
@@ -53,7 +56,10 @@ def find_unmet(sheet: Sheet, machine: Machine) -> list[Requirement]:
 def check_availability(
     sheet: Sheet, machine: Machine, reported: tuple[str, ...] | str, origin: str = BUILT_IN, name: str = ""
 ) -> Device:
-    """Return a device's availability; `reported` holds the vendor software's device names or error message."""
+    """Return a device's availability on a machine, with the reason and a hint.
+
+    `reported` is a tuple of device names from the vendor's software, or its error message.
+    """
     problem = _find_problem(sheet, machine, reported)
     names = () if problem or isinstance(reported, str) else reported
     if problem:
@@ -76,7 +82,10 @@ def check_availability(
 
 
 def make_virtual_device(sheet: Sheet, count: int) -> Device:
-    """Return the availability of a virtual device, labeled as virtual in its title, reason and device names."""
+    """Return the `Device` entry for a virtual device, which is always available.
+
+    The title, the reason and the device names contain the word `virtual`.
+    """
     return Device(
         name=sheet.name,
         title=f"{sheet.title}, virtual",
@@ -90,7 +99,7 @@ def make_virtual_device(sheet: Sheet, count: int) -> Device:
 
 
 def make_broken_device(plugin: BrokenPlugin) -> Device:
-    """Return the availability of a device whose plugin failed to load."""
+    """Return a `Device` that is marked as not available because its plugin failed to load."""
     return Device(
         name=plugin.name,
         title=f"plugin from {plugin.origin}",
@@ -102,7 +111,7 @@ def make_broken_device(plugin: BrokenPlugin) -> Device:
 
 
 def _find_problem(sheet: Sheet, machine: Machine, reported: tuple[str, ...] | str) -> tuple[str, str] | None:
-    """Return why a device is not available, with a hint, or None if it is available."""
+    """Return the reason why a device is not available and a hint, or None if it is available."""
     unmet = find_unmet(sheet, machine)
     if unmet:
         reasons = "; ".join(str(requirement.unmet(machine)) for requirement in unmet)
@@ -120,7 +129,10 @@ def _find_problem(sheet: Sheet, machine: Machine, reported: tuple[str, ...] | st
 
 
 def _format_hardware(sheet: Sheet, machine: Machine) -> str:
-    """Return a note on whether the hardware is present; empty if Linux exposes no device files for it."""
+    """Return a note that says whether Linux device files for the hardware exist.
+
+    The note is empty on other operating systems and for hardware without device files.
+    """
     # Device files exist without the vendor's user-space software, so they tell missing hardware from missing packages.
     if machine.system != "Linux" or not sheet.device_files:
         return ""

@@ -1,4 +1,7 @@
-"""URLs cited by several sheets; vendor-specific URLs are in the module that defines the vendor's sheet."""
+"""URLs that several capability sheets cite as sources.
+
+Vendor-specific URLs are defined in the module that contains the vendor's sheet.
+"""
 
 from __future__ import annotations
 

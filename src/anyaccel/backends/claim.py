@@ -1,6 +1,7 @@
-"""Claims about a device and their evidence: the entries of a sheet.
+"""Classes for the claims in a capability sheet and for the evidence that supports them.
 
-All classes are frozen and use only standard types, so sheets can be read without importing torch.
+All classes are frozen and use only standard Python types, so sheets can be read without importing
+torch.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Yes(Claim):
 
 @dataclass(frozen=True, kw_only=True)
 class Limit(Claim):
-    """A claim that the device does not support a feature, or supports it incorrectly."""
+    """A claim that a feature fails, gives wrong results, loses precision or is slow on the device."""
 
     effect: Effect
     hint: str = ""
@@ -90,11 +91,11 @@ class Limit(Claim):
 
     @property
     def conditional(self) -> bool:
-        """Whether the limit depends on a product or version that is not yet known."""
+        """Whether the limit applies only to certain products or versions."""
         return bool(self.only_on or self.only_if)
 
     def applies(self, product: str | None, versions: Mapping[str, str]) -> bool | None:
-        """Return whether the limit applies, or None if the product and versions do not resolve all conditions.
+        """Return whether the limit applies, or None if that depends on an unknown product or version.
 
         >>> Limit(says="", source="", evidence="inferred", effect="slow", only_if=("macos<14",)).applies(
         ...     None, {"macos": "15.1"}
@@ -116,7 +117,10 @@ class Limit(Claim):
 
 
 def read_version(text: str | None) -> Version | None:
-    """Parse a version, or return None if it is invalid; a pre-release compares equal to its release."""
+    """Parse a version string, or return None if it is missing or invalid.
+
+    Pre-release and local suffixes are dropped, so `2.8.0.dev1` compares equal to `2.8.0`.
+    """
     try:
         # 2.8.0.dev1 sorts before 2.8.0, but a nightly has the behavior of the release that it leads to.
         return Version(Version(str(text)).base_version)
@@ -126,7 +130,7 @@ def read_version(text: str | None) -> Version | None:
 
 @dataclass(frozen=True, kw_only=True)
 class DtypeLimit(Limit):
-    """A limit on a dtype that is unsupported, narrowed or slow."""
+    """A limit on a dtype that is not supported, is converted to a narrower dtype, or is slow."""
 
     becomes: str = ""
     """The dtype to use instead; empty if no other dtype helps."""
@@ -134,7 +138,7 @@ class DtypeLimit(Limit):
 
 @dataclass(frozen=True, kw_only=True)
 class SizeLimit(Limit):
-    """A size above which the device fails or returns wrong results."""
+    """A maximum tensor or attention size, above which the device fails or returns wrong results."""
 
     amount: int
     unit: Literal["elements", "bytes"]
@@ -144,7 +148,7 @@ class SizeLimit(Limit):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundTrip(Limit):
-    """The cost of copying a value from the device to the CPU during a run."""
+    """The cost of a device-to-CPU copy, such as `tensor.item()`, during a run."""
 
     cost_us: float | None
     """Measured microseconds of one round trip; None if no figure was found."""
@@ -152,7 +156,10 @@ class RoundTrip(Limit):
 
 @dataclass(frozen=True, kw_only=True)
 class OperationLimit(Limit):
-    """Operations that are missing or return wrong results, given by `torch.ops.aten` name and optional overload."""
+    """Operations that are missing on the device or return wrong results.
+
+    Each operation is a `torch.ops.aten` name, with or without an overload.
+    """
 
     name: str
     operations: tuple[str, ...]
@@ -166,7 +173,10 @@ class OperationLimit(Limit):
 
 @dataclass(frozen=True, kw_only=True)
 class Quirk(Limit):
-    """A behavior that no other claim class covers; `quirks.py` lists the quirks that code handles."""
+    """A device behavior that no other class of claim covers.
+
+    `quirks.py` lists the names of the quirks that anyaccel handles in code.
+    """
 
     name: str
     information_only: bool = False
@@ -186,7 +196,7 @@ class Quirk(Limit):
 
 @dataclass(frozen=True, kw_only=True)
 class Unknown:
-    """An explicit gap in a sheet: no source was found for this claim."""
+    """A placeholder for a claim for which no source was found."""
 
     says: str
 

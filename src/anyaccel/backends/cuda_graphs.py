@@ -11,7 +11,7 @@ __all__ = ["make_recorder"]
 
 
 def make_recorder(index: int, pool: Any) -> Recorder:
-    """Return a recorder for one CUDA device; its graphs share one memory pool."""
+    """Return a recorder that captures CUDA graphs on one device, using one shared memory pool."""
     import torch
 
     def record(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
@@ -25,7 +25,10 @@ def make_recorder(index: int, pool: Any) -> Recorder:
 
 
 def _read_settings() -> tuple[Any, ...]:
-    """Return the settings that affect kernel selection: determinism, TF32, reduced precision, attention backend."""
+    """Return the global torch settings that affect kernel selection.
+
+    They include determinism, TF32, reduced-precision reductions, cuDNN and the attention backends.
+    """
     import torch
 
     backends: Any = torch.backends

@@ -1,4 +1,4 @@
-"""Lookup and opening of devices by user-facing name."""
+"""Functions that list, look up and open devices by name, such as `cuda`, `hpu:3` or `auto`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _MAX_DEVICES = 1024
 
 @dataclass(frozen=True)
 class OpenDevice:
-    """An opened device: its driver, its index, and its sheet with conditions resolved for this machine."""
+    """An opened device: its driver, its index, and its sheet for this product and software version."""
 
     sheet: Sheet
     driver: Driver
@@ -65,7 +65,7 @@ class OpenDevice:
 
     @property
     def tensor_device(self) -> torch.device:
-        """The `torch.device` that tensors on this device report; for the CPU, it has no index."""
+        """The device that `tensor.device` returns for tensors on this device; for the CPU, it has no index."""
         import torch
 
         return torch.device(self.sheet.torch_name) if self.sheet.is_host else self.torch_device
@@ -88,16 +88,16 @@ def devices() -> list[Device]:
 
 
 def register_virtual(sheet: Sheet, count: int) -> None:
-    """Register a virtual device in this process; called by the emulator."""
+    """Register `count` virtual devices with this sheet in this process; called by the emulator."""
     _VIRTUAL[sheet.name] = (sheet, count)
     _open_at.cache_clear()  # the name may have been opened as a real device before
 
 
 def read_device(device: str | int | torch.device | DeviceSpec) -> DeviceSpec:
-    """Parse a device argument into a spec; an integer is an index of the `auto` device.
+    """Parse a device argument into a `DeviceSpec`.
 
-    `auto` is replaced by the value of `ANYACCEL_DEVICE`, if set. Available devices are queried only if the
-    argument is an integer.
+    An integer is a device index for the device type that `auto` selects. `auto` is replaced by the
+    value of `ANYACCEL_DEVICE`, if it is set. Available devices are queried only for an integer.
     """
     if isinstance(device, int) and not isinstance(device, bool):
         spec = read_device(AUTO)
@@ -109,9 +109,10 @@ def read_device(device: str | int | torch.device | DeviceSpec) -> DeviceSpec:
 
 
 def sheet(name: str | torch.device | DeviceSpec) -> Sheet:
-    """Return the sheet for a device or product, whether or not it is available: `anyaccel.sheet("neuron")`.
+    """Return the capability sheet for a device or product, even if the device is not available.
 
-    `cuda` returns the ROCm sheet if torch is a ROCm build; `rocm` always returns the ROCm sheet.
+    For example, use `anyaccel.sheet("neuron")`. `cuda` returns the ROCm sheet if torch is a ROCm build;
+    `rocm` always returns the ROCm sheet.
     """
     spec = DeviceSpec.parse(name, load_registry())
     backend = load_registry().backend(spec.name)
@@ -122,7 +123,7 @@ def sheet(name: str | torch.device | DeviceSpec) -> Sheet:
 
 
 def find_device(name: str | DeviceSpec) -> Device:
-    """Return the availability of one device type."""
+    """Return the availability of a device type, with the reason, a hint and the device names."""
     device_name = DeviceSpec.parse(name, load_registry()).name
     if device_name in _VIRTUAL:
         return make_virtual_device(*_VIRTUAL[device_name])
@@ -131,7 +132,7 @@ def find_device(name: str | DeviceSpec) -> Device:
 
 
 def is_available(name: str | torch.device | DeviceSpec) -> bool:
-    """Return whether a device is available: `anyaccel.is_available("xpu")`, `anyaccel.is_available("hpu:7")`."""
+    """Return whether a device is available: `anyaccel.is_available("hpu:7")`."""
     spec = DeviceSpec.parse(name, load_registry())
     count = _count(spec.name)
     if not isinstance(count, int) or (spec.virtual and spec.name not in _VIRTUAL):
@@ -140,10 +141,11 @@ def is_available(name: str | torch.device | DeviceSpec) -> bool:
 
 
 def open_device(device: str | torch.device | DeviceSpec = AUTO) -> OpenDevice:
-    """Open a device given by name, name with index, product, `torch.device` or `auto`.
+    """Open a device given by its name (`cuda` or `cuda:1`), its product, a `torch.device` or `auto`.
 
-    `auto` selects the device in `ANYACCEL_DEVICE` or, if that is not set, the best available device. Without
-    an index, the process's current device is opened. A virtual device must already have been started.
+    `auto` selects the device named by `ANYACCEL_DEVICE` or, if it is not set, the best available
+    device. Without an index, the current device is opened. A virtual device must be started first.
+    Raises `DeviceUnavailableError` if the device is not available.
     """
     spec = DeviceSpec.parse(device, load_registry())
     spec = read_device(spec) if spec.name == AUTO else spec
@@ -157,7 +159,7 @@ def open_device(device: str | torch.device | DeviceSpec = AUTO) -> OpenDevice:
 
 
 def _find_best() -> str:
-    """Return the name of the available device with the highest preference."""
+    """Return the name of the available device type with the highest `preference` on its sheet."""
     registry = load_registry()
     # A name that several plugins claim raises when it is opened, and must not break `auto`.
     names = [name for name in registry.backends if name not in registry.conflicts]
@@ -201,7 +203,7 @@ def _list_indices(spec: DeviceSpec) -> Sequence[int]:
 
 
 def _filter_by_product(spec: DeviceSpec, count: int) -> Sequence[int]:
-    """Return the device indices that match the spec's product, or all indices if it names no product."""
+    """Return the device indices that match the index and the product in a spec, if they are set."""
     indices = range(count) if spec.index is None else [spec.index]
     if spec.product is None or spec.virtual:  # a virtual device was started as that product
         return indices
@@ -210,7 +212,10 @@ def _filter_by_product(spec: DeviceSpec, count: int) -> Sequence[int]:
 
 @functools.cache
 def _open_at(name: str, index: int) -> OpenDevice:
-    """Open one available device; conditions in its sheet are resolved by product, then version, then probing."""
+    """Open one available device and resolve the conditional limits on its sheet.
+
+    The conditions are resolved by product, then by software version, then by probing the device.
+    """
     # Probing comes last: it runs on the device, so it covers only what product and versions leave open.
     make_driver = load_registry().backend(name).driver
     if name in _VIRTUAL:
@@ -228,13 +233,16 @@ def _driver(name: str) -> Driver:
 
 
 def _count(name: str) -> int | str:
-    """Return the number of devices, or the error message from the vendor software."""
+    """Return the number of devices of one type, or the error message from the vendor's software."""
     return _VIRTUAL[name][1] if name in _VIRTUAL else _count_real(name)
 
 
 @functools.cache
 def _count_real(name: str) -> int | str:
-    """Return the number of real devices, or an error message; 0 if the requirements are not met."""
+    """Return the number of physical devices of one type, or the vendor software's error message.
+
+    Return 0 if this machine does not meet the device's requirements.
+    """
     # Counting must not initialize a device: the process may still fork.
     if find_unmet(sheet(name), this_machine()):
         return 0
@@ -248,7 +256,7 @@ def _count_real(name: str) -> int | str:
 
 @functools.cache
 def _read_names(name: str) -> tuple[str, ...] | str:
-    """Return the names that the devices report, or an error message."""
+    """Return the name that each device of one type reports, or an error message."""
     count = _count(name)
     if isinstance(count, str):
         return count

@@ -41,8 +41,8 @@ _SHORT_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16":
 def adjust_dtype(dtype: str | torch.dtype, device: str | torch.device) -> torch.dtype:
     """Return a dtype that the device supports, for example float32 instead of float64 on `mps`.
 
-    For a device that is not available, the result is based on its sheet. A dtype without a replacement, such as
-    fp8, is returned unchanged.
+    For a device that is not available, the result is based on its sheet. A dtype without a replacement,
+    such as fp8, is returned unchanged.
     """
     name = dtype_name(dtype)
     device_sheet = open_device(device).sheet if str(device) == "auto" else sheet(device)
@@ -61,11 +61,12 @@ def randn(
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return normally distributed noise on a device, drawn on the CPU if the device cannot draw random numbers.
+    """Return normally distributed noise on a device.
 
-    A generator draws on its own device; in a list of generators, each one draws the noise for one image.
-    Noise is drawn in float32 and then cast, so a seed produces the same noise in every dtype. A dtype that
-    the device does not support is replaced as in `adjust_dtype`.
+    The noise is drawn on the CPU if the device cannot generate random numbers. A generator draws on its
+    own device; in a list of generators, each one draws the noise for one image. Noise is drawn in
+    float32 and then cast, so a seed produces the same noise in every dtype. A dtype that the device
+    does not support is replaced as in `adjust_dtype`.
     """
     import torch
 
@@ -109,7 +110,7 @@ def synchronize(device: str | torch.device = "auto") -> None:
 
 
 def empty_cache(device: str | torch.device = "auto") -> None:
-    """Release the cached memory of the device's allocator."""
+    """Release the unused memory that the device's caching allocator holds."""
     open_device(device).driver.empty_cache()
 
 
@@ -176,7 +177,7 @@ def dtype_name(dtype: str | torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the torch dtype with this name."""
+    """Return the torch dtype with this name, such as `torch.float16`; raise if the name is unknown."""
     import torch
 
     dtype = getattr(torch, name, None)

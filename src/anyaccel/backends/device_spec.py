@@ -86,7 +86,7 @@ class DeviceSpec:
         return replace(self, index=index)
 
     def require_name(self) -> str:
-        """Return the device name; raise if the spec sets anything else, for callers that accept only a name."""
+        """Return the device name; raise if the spec also has an index, product, memory size or option."""
         if self != DeviceSpec(name=self.name, virtual=self.virtual):
             raise UsageError(
                 f"expected a device name without an index, memory size or options, got {self}{self.given_by}",
@@ -105,7 +105,10 @@ class DeviceSpec:
         return count
 
     def count_hint(self) -> str:
-        """Return a hint on the syntax for the virtual device count, which version 0.1 wrote after the colon."""
+        """Return a hint that explains how to request several virtual devices.
+
+        In version 0.1, the number after the colon was the device count; now it is the device index.
+        """
         count = self.index or 2
         return (
             f"use {VIRTUAL_PREFIX}{self.name},count={count} for {count} devices, "
@@ -114,12 +117,15 @@ class DeviceSpec:
 
 
 def read_device_name(text: str) -> str:
-    """Return the device name in a string such as `hpu:3`, unvalidated because its plugin may not be installed."""
+    """Return the device name from a string such as `hpu:3`.
+
+    The name is not validated, because the plugin that provides the device may not be installed.
+    """
     return text.partition(":")[0]
 
 
 def _read_suffix(spec: DeviceSpec, suffix: str, text: str) -> DeviceSpec:
-    """Return a copy of the spec with the device index or memory size from the suffix applied."""
+    """Return a copy of the spec with the device index or memory size that follows the colon."""
     if _INDEX.fullmatch(suffix):
         return replace(spec, index=int(suffix))
     word = spec.product or spec.name
@@ -145,7 +151,7 @@ def _read_suffix(spec: DeviceSpec, suffix: str, text: str) -> DeviceSpec:
 
 
 def _read_options(spec: DeviceSpec, options: list[str], text: str, registry: Registry) -> DeviceSpec:
-    """Return a copy of the spec with the comma-separated options applied."""
+    """Return a copy of the spec with virtual device options, such as `count=2` or `strict`."""
     if not spec.virtual:
         raise _invalid(text, spec.given_by, "only virtual devices accept options", f"use {VIRTUAL_PREFIX}{text}")
     seen: set[str] = set()
@@ -180,7 +186,10 @@ def _read_count(value: str, spec: DeviceSpec) -> int:
 
 
 def _read_memory(spec: DeviceSpec, value: str, text: str, registry: Registry) -> DeviceSpec:
-    """Return a copy of the spec with a memory size, or with a product, which sets both memory and limits."""
+    """Return a copy of the spec with the value of the `memory` option.
+
+    The value is a memory size, or a product, which determines both the memory size and the limits.
+    """
     if spec.product is not None:
         raise _invalid(text, spec.given_by, f"{spec.product} has a fixed memory size")
     # memory=gaudi2 also applies the limits of that product, unlike memory=96GB.

@@ -1,6 +1,7 @@
-"""Drivers: device operations, implemented by default with the torch device module.
+"""Driver base class: device operations, implemented by default with the torch device module.
 
-A backend overrides only what differs. Capabilities are defined in the sheet, not here.
+A backend overrides only the methods that differ on its device. Capabilities are defined in the
+sheet, not in the driver.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _MAX_PINNED_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Memory:
-    """The used, free and total memory of one device."""
+    """The used, free and total memory of one device, in bytes."""
 
     used_bytes: int
     """Bytes of this process's tensors; on the CPU, of the whole process."""
@@ -47,7 +48,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Recorder:
-    """A recorder that captures device work as a graph that can be replayed."""
+    """A recorder that captures device operations as a replayable graph, such as a CUDA graph."""
 
     record: Record
     warmup_runs: int = 2
@@ -59,7 +60,10 @@ class Recorder:
 
 
 class Driver:
-    """Device operations for one sheet, implemented by default with `torch.get_device_module`."""
+    """Operations for the device that a sheet describes, such as synchronization and memory queries.
+
+    By default, they are implemented with `torch.get_device_module`.
+    """
 
     has_events = False
     """Whether the device has events and side streams, so `record_event` waits only for earlier work."""
@@ -82,12 +86,12 @@ class Driver:
         return module
 
     def count(self) -> int:
-        """Return the number of devices that this process can use."""
+        """Return the number of devices of this type that this process can use."""
         module = self.module()
         return int(module.device_count()) if module.is_available() else 0
 
     def current_index(self) -> int:
-        """Return the index of the current device, as set by, for example, `torch.cuda.set_device`."""
+        """Return the index of the current device, for example the one set by `torch.cuda.set_device`."""
         # Some vendors return a torch.device instead of an integer.
         current = getattr(self.module(), "current_device", lambda: 0)()
         return int(getattr(current, "index", current) or 0)
@@ -98,7 +102,7 @@ class Driver:
         return self.sheet.title if get_name is None else str(get_name(index))
 
     def product(self, index: int) -> str | None:
-        """Return the product on the sheet that matches the name reported by the device, or None if none matches."""
+        """Return the product name that matches the name reported by the device, or None."""
         name = self.device_name(index)
         for product in self.sheet.products:
             if product.reported_as and re.search(product.reported_as, name):
@@ -110,18 +114,25 @@ class Driver:
         self.module().synchronize(index)
 
     def record_event(self, index: int) -> Callable[[], None]:
-        """Return a function that waits for the work enqueued so far; by default, it waits for all work."""
+        """Return a function that waits for the work enqueued before this call.
+
+        If the device does not support events, the function waits for all enqueued work.
+        """
         return functools.partial(self.synchronize, index)
 
     def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Copy a CPU tensor to the device, without blocking if the device supports it."""
+        """Copy a CPU tensor to the device, asynchronously if the device supports it."""
         # A non-blocking copy needs pinned memory: from pageable memory it waits for earlier work on the device.
         if not self.has_events or tensor.nbytes > _MAX_PINNED_BYTES:
             return tensor.to(device)
         return tensor.pin_memory().to(device, non_blocking=True)
 
     def side_stream(self, index: int) -> AbstractContextManager[Any]:
-        """Return a context manager that enqueues work on a separate stream, to run concurrently with earlier work."""
+        """Return a context manager that enqueues work on a side stream.
+
+        This work can run concurrently with work that was enqueued earlier. If the device does not support
+        side streams, the context manager does nothing.
+        """
         if not self.has_events:
             return nullcontext()
         module = self.module()
@@ -147,7 +158,7 @@ class Driver:
             seed_all(seed)
 
     def memory(self, index: int) -> Memory:
-        """Return the used, free and total memory of one device."""
+        """Return the used, free and total memory of one device, in bytes."""
         get_info, get_used = (
             self._find_function("mem_get_info", "get_memory_info"),
             self._find_function("memory_allocated"),
@@ -164,7 +175,10 @@ class Driver:
         self._find_function("reset_peak_memory_stats")(index)
 
     def capture(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Wrap the model to run as a captured device graph, for sheets with a graph-capturing execution mode."""
+        """Return the model wrapped to run as a captured device graph; by default, raise an error.
+
+        Drivers override this method for devices that have an execution mode with graph capture.
+        """
         raise NotMeasurableError(
             f"{self.sheet.title} ({self.sheet.name}) does not support device graphs",
             hint="use a different mode, for example eager",
@@ -175,7 +189,10 @@ class Driver:
         return None
 
     def resolve_conditions(self, device: torch.device) -> Sheet:
-        """Return the sheet after probing the device for every dtype with a conditional or contradicted limit."""
+        """Return the sheet with uncertain dtype limits replaced by the results of probing the device.
+
+        A limit is uncertain if it has unresolved conditions or its sources contradict each other.
+        """
         # Slow dtypes are not probed, because a correct result says nothing about time. Neither is fp8, which supports
         # storage and scaled products but not the addition of the probe.
         dtypes = self.sheet.dtypes
@@ -190,7 +207,7 @@ class Driver:
         return replace(self.sheet, dtypes=replace(dtypes, **changes)) if changes else self.sheet
 
     def _find_function(self, name: str, accelerator_name: str | None = None) -> Any:
-        """Return a memory function from the device module, or else from `torch.accelerator`."""
+        """Return a memory function from the device module or `torch.accelerator`; raise if neither has it."""
         import torch
 
         own = getattr(self.module(), name, None)

@@ -1,6 +1,7 @@
-"""A probe that tests a dtype on a device, for sheets whose sources contradict each other.
+"""A probe that tests whether a dtype works on a device.
 
-See docs/decisions/0002-asking-the-device.md.
+It is used if a limit is conditional or its sources contradict each other. See
+docs/decisions/0002-asking-the-device.md.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _DEFAULT_VALUES = (2.0, 1.0)
 def probe_dtype(dtype: str, device: torch.device) -> Effect | None:
     """Return how a dtype fails on a device (`error`, `narrowed` or `wrong`), or None if it works.
 
-    Two values are copied to the device, added and read back. This covers storage and addition, not every kernel.
+    The probe copies two values to the device, adds them and reads back the sum. It tests storage and
+    addition, not every kernel.
     """
     import torch
 

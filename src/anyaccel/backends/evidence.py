@@ -1,7 +1,8 @@
-"""Evidence files: results of verifying a sheet on a device, written by `anyaccel devices NAME --verify`.
+"""Evidence files, which record the results of verifying a sheet on a real device.
 
-A file lists which claims on a sheet were confirmed, contradicted or not tested. Its digest detects manual
-edits. Files from virtual devices and files without a sign-off are rejected.
+`anyaccel devices NAME --verify` writes these files. A file lists which claims were confirmed,
+contradicted or not tested. Its digest detects manual edits. Files from virtual devices and files
+without a sign-off are rejected.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Verdict: TypeAlias = Literal["agrees", "contradicts", "new", "not tried"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The test result for one claim on the sheet."""
+    """The result of testing one claim from a sheet on the device."""
 
     claim: str
     """Its name on the sheet: `dtypes.float64`."""
@@ -102,19 +103,19 @@ class Verification:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 digest of the file content."""
+        """The SHA-256 digest of the file's content, in the form `sha256:…`."""
         # Canonical JSON, independent of the layout of the file.
         content = json.dumps(self._content(), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return "sha256:" + hashlib.sha256(content.encode()).hexdigest()
 
     @property
     def holds(self) -> bool:
-        """Whether no finding contradicts the sheet and every tested pipeline matches the CPU."""
+        """Whether no finding contradicts the sheet and every tested pipeline matches the CPU result."""
         agrees = all(finding.verdict != "contradicts" for finding in self.findings)
         return agrees and all(pipeline.right is not False for pipeline in self.pipelines)
 
     def to_json(self) -> str:
-        """Return the content and its digest as JSON, with one line per field and finding for readable diffs."""
+        """Return the verification and its digest as JSON, with one line per field or finding."""
         content = self._content() | {"digest": self.digest}
         return (
             "{\n" + ",\n".join(f" {_dump(name)}: {_format_value(value)}" for name, value in content.items()) + "\n}\n"
@@ -135,7 +136,7 @@ def _dump(value: Any) -> str:
 
 
 def read_verification(text: str, name: str) -> Verification:
-    """Parse an evidence file; raise if the digest does not match the content."""
+    """Parse the text of an evidence file; raise if it is invalid or its digest does not match."""
     try:
         content = json.loads(text)
         digest, version = content.pop("digest"), content.pop("format")
@@ -175,7 +176,10 @@ def _build(content: dict[str, Any]) -> Verification:
 
 @functools.cache
 def load_verifications(folder: Path = _PACKAGED) -> Mapping[str, Verification]:
-    """Return the packaged verifications, keyed by repository path; raise if one is virtual or unsigned."""
+    """Load the evidence files that ship with anyaccel, keyed by their path in the repository.
+
+    Raise if a file comes from a virtual device or has no sign-off.
+    """
     verifications = {}
     for path in sorted(folder.glob("*.json")):
         name = f"{FOLDER}/{path.name}"
@@ -195,7 +199,10 @@ def load_verifications(folder: Path = _PACKAGED) -> Mapping[str, Verification]:
 
 
 def merge_evidence(sheet: Sheet, verifications: Mapping[str, Verification]) -> Sheet:
-    """Return the sheet with verification results merged: confirmed, contradicted and newly answered claims."""
+    """Return the sheet with verification results merged into its claims.
+
+    A result confirms a claim, contradicts it, or replaces an `Unknown`.
+    """
     for file, verification in verifications.items():
         # Virtual devices enforce the sheet itself, so they cannot confirm it.
         if verification.device != sheet.name or verification.virtual:

@@ -1,4 +1,4 @@
-"""Machine descriptions as plain data, from which device availability is determined."""
+"""A description of a machine (system, versions, modules), used to determine device availability."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Machine:
 
 
 def read_machine(sheets: Iterable[Sheet]) -> Machine:
-    """Return the description of this machine, without importing torch or initializing a device."""
+    """Read the properties of this machine, without importing torch or initializing a device."""
     sheets = tuple(sheets)
     vendor_modules = {
         requirement.module
@@ -88,7 +88,7 @@ def _read_versions() -> dict[str, str]:
 
 
 def _read_torch_builds() -> dict[str, str]:
-    """Return the platforms that torch was built for."""
+    """Return the platforms that torch was built for with their versions, such as `{"cuda": "13.0"}`."""
     # From version.py without importing torch, which takes seconds.
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -101,7 +101,10 @@ def _read_torch_builds() -> dict[str, str]:
 
 
 def _count_files(pattern: str, vendor: str) -> int:
-    """Return the number of files that match a pattern, limited to one PCI vendor if `vendor` is set."""
+    """Return the number of device files that match a glob pattern.
+
+    If `vendor` is set, count only devices with this PCI vendor ID.
+    """
     names = [Path(path).name for path in glob.glob(pattern)]
     if not vendor:
         return len(names)
@@ -111,7 +114,7 @@ def _count_files(pattern: str, vendor: str) -> int:
 
 
 def _can_find(module: str) -> bool:
-    """Return whether a module is installed, without importing it or its parents."""
+    """Return whether a module is installed, without importing it or its parent packages."""
     if module in sys.modules:
         return True
     # importlib.util.find_spec imports parent packages, and a vendor's package may raise or initialize a device.
@@ -125,7 +128,10 @@ def _can_find(module: str) -> bool:
 
 
 def _is_translated() -> bool:
-    """Return whether this is x86_64 Python running under Rosetta on Apple silicon, where MPS is not available."""
+    """Return whether this Python is an x86_64 build that runs under Rosetta on Apple silicon.
+
+    MPS is not available under Rosetta.
+    """
     if platform.system() != "Darwin" or platform.machine() != "x86_64":
         return False
     process = subprocess.run(["sysctl", "-n", "sysctl.proc_translated"], capture_output=True, text=True, check=False)

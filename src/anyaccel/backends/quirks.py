@@ -1,4 +1,7 @@
-"""Names of the quirks that code handles; all other quirks must be marked as informational."""
+"""Names of the quirks that anyaccel handles in code.
+
+A quirk with any other name must set `information_only`.
+"""
 
 from __future__ import annotations
 

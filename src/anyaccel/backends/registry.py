@@ -1,7 +1,8 @@
-"""Registry of backends: the built-in ones and installed plugins.
+"""Registry of the built-in backends and the backends from installed plugins.
 
-A backend is the `BACKEND` of a module in `devices`, or an object loaded by an entry point in the `anyaccel.backends`
-group. A plugin overrides a built-in backend with the same name; two plugins with the same name are an error.
+A backend is the `BACKEND` object of a module in `devices`, or an object loaded from an entry point
+in the group `anyaccel.backends`. A plugin overrides a built-in backend with the same name; two
+plugins with the same name are an error.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class Backend:
 
     @property
     def sheets(self) -> tuple[Sheet, ...]:
-        """The main sheet and its variants."""
+        """The main sheet and the sheets of its variants, such as ROCm for `cuda`."""
         return (self.sheet, *self.variants)
 
     def sheet_on(self, machine: Machine) -> Sheet:
-        """Return the sheet that matches the torch build on a machine."""
+        """Return the sheet that matches the torch build on a machine, or the main sheet if none matches."""
         for sheet in self.sheets:
             if sheet.torch_build and sheet.torch_build in machine.torch_builds:
                 return sheet
@@ -59,7 +60,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class BrokenPlugin:
-    """A plugin that failed to load; it is still listed, and other backends are not affected."""
+    """A plugin that failed to load; `anyaccel devices` lists it, and other backends are not affected."""
 
     name: str
     origin: str
@@ -68,18 +69,21 @@ class BrokenPlugin:
 
 @dataclass(frozen=True)
 class Registry:
-    """All backends by name, the plugins that failed to load, and the names claimed by more than one plugin."""
+    """All backends by name, the plugins that failed to load, and the names that several plugins claim."""
 
     backends: dict[str, Backend] = field(default_factory=dict)
     broken: tuple[BrokenPlugin, ...] = ()
     conflicts: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def names(self) -> list[str]:
-        """Return all names that `backend` accepts, including variants."""
+        """Return all device names that `backend` accepts, including variants such as `rocm`."""
         return [sheet.name for backend in self.backends.values() for sheet in backend.sheets]
 
     def find_name(self, word: str, given_by: str = "") -> tuple[str, str | None]:
-        """Return the device name, and the product if `word` is one: `("hpu", "gaudi2")` for `gaudi2`."""
+        """Resolve a device name, alias or product to a device name and a product (or None).
+
+        For example, `gaudi2` is resolved to `("hpu", "gaudi2")`.
+        """
         sheets = [sheet for backend in self.backends.values() for sheet in backend.sheets]
         # Device names win over aliases and products of other sheets, which plugins may define.
         for sheet in sheets if word not in self.names() else ():
@@ -91,12 +95,15 @@ class Registry:
         return word, None
 
     def list_products(self, name: str) -> list[str]:
-        """Return the names of the products on the sheet with this name."""
+        """Return the names of the products on a device's sheet, in lower case."""
         sheet = next(sheet for sheet in self.backend(name).sheets if sheet.name == name)
         return [product.name.lower() for product in sheet.products]
 
     def backend(self, name: str, origin: str = "") -> Backend:
-        """Return the backend for a device or variant name: `rocm` is a variant of `cuda`."""
+        """Return the backend for a device or variant name; `rocm` returns the `cuda` backend.
+
+        Raise if the name is unknown, its plugin failed to load, or several plugins claim it.
+        """
         self._check_conflict(name)
         if name in self.backends:
             return self.backends[name]
@@ -112,7 +119,11 @@ class Registry:
         raise UnknownDeviceError(f"unknown device {name!r}{origin}", hint=self._suggest(name))
 
     def _suggest(self, word: str) -> str:
-        """Return a hint for an unknown name: the memory syntax for an unlisted product, or the most similar name."""
+        """Return a hint for an unknown device name.
+
+        For an unlisted product, the hint shows how to specify a memory size instead. Otherwise, it suggests
+        the most similar name.
+        """
         sheets = [sheet for backend in self.backends.values() for sheet in backend.sheets]
         for sheet in sheets:
             if sheet.product_pattern and re.match(sheet.product_pattern, word):
@@ -137,7 +148,7 @@ class Registry:
 
 @functools.cache
 def load_registry() -> Registry:
-    """Return this process's registry."""
+    """Return the cached registry of built-in backends and installed plugins."""
     return build_registry(importlib.metadata.entry_points(group=GROUP))
 
 
@@ -211,7 +222,7 @@ def _find_problem(loaded: object, where: str) -> str:
 
 
 def probe_sheet(sheet: Sheet) -> None:
-    """Evaluate all conditions and patterns in a sheet, so that errors surface when the plugin is loaded."""
+    """Evaluate all conditions and patterns in a sheet, so errors are raised when its plugin is loaded."""
     machine = Machine(system="", architecture="", versions={"torch": "1.0", "python": "1.0", "macos": "1.0"})
     sheet.on(versions=machine.versions)
     for requirement in sheet.requirements:

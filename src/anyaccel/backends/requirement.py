@@ -1,6 +1,6 @@
-"""Requirements that a device places on the machine, with messages for unmet ones.
+"""Requirements that a machine must meet to use a device, with messages for unmet requirements.
 
-Requirements are checked against a `Machine`, which is plain data, so they can be tested for any machine.
+They are checked against a `Machine` description, so tests can cover any machine.
 """
 
 from __future__ import annotations
@@ -38,16 +38,19 @@ class Requirement(Claim, ABC):
 
     @abstractmethod
     def unmet(self, machine: Machine) -> str | None:
-        """Return why a machine does not meet the requirement, such as `requires macOS, not Linux`; None if it does."""
+        """Return why a machine does not meet the requirement, or None if it does.
+
+        An example is `requires macOS, not Linux`.
+        """
 
     def advice(self, machine: Machine) -> str | None:
-        """Return a recommendation for a machine that already meets the requirement, or None if there is none."""
+        """Return advice for a machine that meets the requirement, such as a newer version, or None."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SystemIs(Requirement):
-    """A required operating system."""
+    """A requirement that the machine runs one of the given operating systems."""
 
     systems: tuple[str, ...]
     """Values of `platform.system()`: `("Linux", "Windows")`."""
@@ -64,7 +67,10 @@ class SystemIs(Requirement):
 
 @dataclass(frozen=True, kw_only=True)
 class ArchitectureIs(Requirement):
-    """A required architecture of the Python interpreter, which under Rosetta differs from the machine's."""
+    """A requirement on the architecture of the Python interpreter.
+
+    Under Rosetta, it differs from the architecture of the machine.
+    """
 
     architectures: tuple[str, ...]
 
@@ -82,7 +88,7 @@ class ArchitectureIs(Requirement):
 
 @dataclass(frozen=True, kw_only=True)
 class VersionIs(Requirement):
-    """A required version of a package, Python or macOS."""
+    """A requirement on the version of Python, macOS or a package."""
 
     subject: str
     """A key of `Machine.versions`: `torch`, `macos`, `python`."""
@@ -114,7 +120,7 @@ class VersionIs(Requirement):
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleFound(Requirement):
-    """A required Python module from the vendor."""
+    """A requirement that the vendor's Python module is installed."""
 
     module: str
 
@@ -130,7 +136,7 @@ class ModuleFound(Requirement):
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltFor(Requirement):
-    """A requirement that torch was built for the device."""
+    """A requirement that torch is built for a certain platform, such as CUDA or ROCm."""
 
     builds: tuple[str, ...]
     """Attributes of `torch.version`, one of which must be set: `("cuda", "hip")`."""

@@ -1,7 +1,7 @@
-"""Capability sheets: everything anyaccel knows about one accelerator, as frozen data.
+"""Capability sheets: what anyaccel knows about each accelerator, as frozen dataclasses.
 
-Code queries capabilities (`sheet.rng_on_device`), never device names. A missing answer is an explicit
-`Unknown` (docs/decisions/0001-answers.md).
+Code checks capabilities such as `sheet.rng_on_device` instead of device names. A capability without
+a source is an explicit `Unknown`; see docs/decisions/0001-answers.md.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DtypeOrder(Claim):
 
 @dataclass(frozen=True, kw_only=True)
 class Dtypes:
-    """Claims about device support for each dtype."""
+    """Claims about whether the device supports each dtype."""
 
     # No defaults: a new sheet must answer for every dtype, if only with Unknown.
     float64: Answer
@@ -90,7 +90,7 @@ class Variable(Claim):
 
 @dataclass(frozen=True, kw_only=True)
 class Mode(Claim):
-    """An execution mode of the vendor's software, which must be selected before importing it."""
+    """An execution mode, such as `lazy`, that must be set before the vendor's software is imported."""
 
     name: str
     """`eager`, `lazy`."""
@@ -111,7 +111,7 @@ class Distributed(Claim):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTerms(Claim):
-    """The device memory available to tensors, and the allocator's rounding."""
+    """The device memory that tensors can use, and the allocator's segment size."""
 
     shares: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
     """Pairs of a maximum nominal size (None for any) and the usable share of it; the first match applies."""
@@ -151,7 +151,7 @@ class Speedup(Claim):
 
 @dataclass(frozen=True, kw_only=True)
 class Product(Claim):
-    """One hardware product; its figures are per torch device."""
+    """One hardware product, such as `gaudi2`; its memory size is per torch device."""
 
     name: str
     """Lower case, as on the command line: `gaudi2`."""
@@ -246,7 +246,7 @@ class Sheet:
 
     @property
     def rng_on_device(self) -> bool:
-        """Whether a source confirms random number generation on the device; if not, the CPU is used."""
+        """Whether random numbers can be generated on the device; if not or unknown, the CPU is used."""
         # Unknown counts as no: drawing on the CPU is always correct.
         return isinstance(self.random_numbers, Yes)
 
@@ -263,16 +263,16 @@ class Sheet:
 
     @property
     def trains(self) -> bool:
-        """Whether a source confirms that training is supported."""
+        """Whether the sheet confirms that the device supports training."""
         return isinstance(self.training, Yes)
 
     def dtype(self, name: str) -> Answer:
-        """Return the claim about a dtype, or an `Unknown` if sheets do not cover it."""
+        """Return the claim about a dtype, or an `Unknown` if the sheet does not cover the dtype."""
         answer: Answer = getattr(self.dtypes, name, Unknown(says=f"sheets do not cover {name}"))
         return answer
 
     def adjusted_dtype(self, name: str) -> str:
-        """Return the dtype to use instead of `name`, such as `float32` if the device has no `float64`."""
+        """Return the dtype to use instead of `name`, or `name` itself if the sheet lists no replacement."""
         answer = self.dtype(name)
         # An open condition changes no dtype: float16 on hpu stays until the product is known.
         if isinstance(answer, DtypeLimit) and not answer.conditional and answer.becomes:
@@ -284,7 +284,7 @@ class Sheet:
         return any(quirk.name == name and not quirk.conditional for quirk in self.quirks)
 
     def speedup(self, name: str) -> Speedup | None:
-        """Return the speedup with this name, or None if it is not known to work on the device."""
+        """Return the optimization with this name, or None if it is not known to work on the device."""
         return next((speedup for speedup in self.speedups if speedup.name == name), None)
 
     def usable_bytes(self, total: int) -> int:
@@ -292,7 +292,7 @@ class Sheet:
         return self.memory.usable_bytes(total) if isinstance(self.memory, MemoryTerms) else total
 
     def product(self, name: str) -> Product:
-        """Return the product with this name, such as `gaudi2`."""
+        """Return the product with this name, such as `gaudi2`; raise if it is not on the sheet."""
         # Products of plugins may have upper-case names.
         for product in self.products:
             if product.name.lower() == str(name).lower():
@@ -318,7 +318,7 @@ class Sheet:
         return {name: claim for name, claim in self.claims() if isinstance(claim, kind)}
 
     def on(self, product: str | None = None, versions: Mapping[str, str] | None = None) -> Sheet:
-        """Return a copy of the sheet with the conditions that the given product and versions determine resolved.
+        """Return a copy of the sheet with conditional limits resolved for a product and versions.
 
         >>> anyaccel.sheet("hpu").on(product="gaudi2").dtype("float16")  # doctest: +SKIP
         Yes(…)
@@ -330,7 +330,7 @@ class Sheet:
 
 
 def _lacks(answer: Answer) -> bool:
-    """Return whether a feature is known to fail; False if the answer is unknown, conditional or only slow."""
+    """Return whether a feature is known to fail; False if support is unknown, conditional or only slow."""
     return isinstance(answer, Limit) and not answer.conditional and answer.effect != "slow"
 
 
@@ -352,7 +352,7 @@ def _label(item: object, index: int) -> str:
 
 
 def _replace_claims(path: str, value: Any, changes: Mapping[str, Claim | Unknown]) -> Any:
-    """Return a copy of a field's value with some of its claims replaced."""
+    """Return a copy of a sheet field's value with the claims in `changes` replaced."""
     if isinstance(value, Claim | Unknown):
         return changes.get(path, value)
     if isinstance(value, tuple):
@@ -366,7 +366,11 @@ def _replace_claims(path: str, value: Any, changes: Mapping[str, Claim | Unknown
 
 
 def _resolve(value: Any, product: str | None, versions: Mapping[str, str]) -> Any:
-    """Return a copy of a field's value in which each conditional limit is kept, confirmed or replaced by a `Yes`."""
+    """Return a copy of a sheet field's value with its conditional limits resolved.
+
+    A limit that applies loses its conditions. A limit that does not apply is removed from a tuple or
+    replaced by a `Yes`. A limit with unknown conditions is kept.
+    """
     if isinstance(value, tuple):
         resolved = (_resolve(item, product, versions) for item in value)
         # Lists such as quirks contain only limits that may apply, so a limit that does not apply is dropped.

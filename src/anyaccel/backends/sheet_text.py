@@ -81,7 +81,7 @@ class SheetRow:
 
 @dataclass(frozen=True)
 class SheetSection:
-    """A titled group of rows."""
+    """A group of sheet rows with a title, such as `Dtypes`."""
 
     title: str
     rows: tuple[SheetRow, ...]
@@ -98,7 +98,7 @@ def describe_sheet(sheet: Sheet) -> list[SheetSection]:
 
 
 def sheet_as_json(sheet: Sheet) -> dict[str, Any]:
-    """Return a sheet as a JSON-serializable dict; each claim has its class name as `kind`."""
+    """Return a sheet as a JSON-serializable dict; `kind` is the class name of each claim."""
     plain: dict[str, Any] = _plain(sheet)
     return plain
 
@@ -170,7 +170,7 @@ def _product_verdict(product: Product) -> str:
 
 
 def _format_power(amount: int) -> str:
-    """Format an integer, as a power of two if it or its successor is one: `2**32` for 4294967295."""
+    """Format an integer; a power of two, or a power of two minus one, is formatted as `2**32`."""
     # Limits are documented both as 2**32 and as the largest value below it.
     for value in (amount, amount + 1):
         if value > 0 and value & (value - 1) == 0:

@@ -1,4 +1,4 @@
-"""Checks of a device's type."""
+"""Functions that check the type of a `torch.device` or a device string."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["is_host", "is_on"]
 
 
 def is_host(device: torch.device | str) -> bool:
-    """Return whether a device is the CPU, whose values can be read without synchronization."""
+    """Return whether a device is the CPU, where tensor values can be read without synchronization."""
     return is_on(device, "cpu")
 
 
 def is_on(device: torch.device | str, kind: str) -> bool:
-    """Return whether a device is of the given type: `is_on(tensor.device, "cuda")`; `cuda:1` is also accepted."""
+    """Return whether a device has the given type, ignoring its index: `is_on("cuda:1", "cuda")`."""
     # Not torch.device(device): torch rejects types of plugins that are not imported.
     return (device.partition(":")[0] if isinstance(device, str) else device.type) == kind

@@ -1,4 +1,7 @@
-"""Benchmark runner: stock diffusers and anyaccel take turns generating the same image in separate processes."""
+"""Benchmark runner for stock diffusers and anyaccel.
+
+The variants take turns generating the same image, each in its own process.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _WARMUP_IMAGES = 3
 
 
 class _Variant:
-    """A benchmark variant: its worker process and its results."""
+    """A benchmark variant, such as `stock eager` or `anyaccel`, with its worker process and results."""
 
     def __init__(self, name: str, case: BenchCase, folder: Path, warm: int) -> None:
         self.name, self.seconds = name, list[float]()
@@ -33,12 +36,12 @@ class _Variant:
         self.worker.send({"case": case.to_dict(), "variant": name, "folder": str(folder), "warm": warm})
 
     def request(self, command: str) -> dict[str, Any]:
-        """Send a command to the worker process and return its answer."""
+        """Send a command to the worker process and return its response."""
         self.worker.send(command)
         return self.receive()
 
     def receive(self) -> dict[str, Any]:
-        """Return the worker's next answer; if it contains an `error`, store it as the variant's result row."""
+        """Return the worker's next response; if it contains an `error`, store it as the variant's result."""
         try:
             answer: dict[str, Any] = self.worker.receive()
         except EOFError:
@@ -55,10 +58,11 @@ class _Variant:
 
 
 def run_bench(case: BenchCase, *, rounds: int = 5, on_progress: ProgressCallback = lambda text: None) -> dict[str, Any]:
-    """Benchmark one case and return its row: the results of each variant and the speedups.
+    """Benchmark one case and return a dict with the results of each variant and the speedups.
 
-    The results are the median time, the spread, the peak memory and the time to generate the first image.
-    Raises if a variant fails; `run_together` measures the remaining variants instead.
+    The results are the median time, the shortest and longest time, the peak memory and the time to
+    generate the first image. Raises if a variant fails; use `run_together` to measure the remaining
+    variants in that case.
     """
     [row] = run_together([case], rounds=rounds, concurrent_warmup=False, on_progress=on_progress)
     for result in (row, *row.get("variants", {}).values()):
@@ -74,11 +78,11 @@ def run_together(
     concurrent_warmup: bool = True,
     on_progress: ProgressCallback = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
-    """Benchmark several cases and yield one row per case.
+    """Benchmark several cases and yield one dict with results per case.
 
-    With `concurrent_warmup`, all variants warm up at the same time; the measurements always run one after another. The
-    result of a failed variant contains `error`, `hint` and `details`. If all variants fail, the row itself contains an
-    `error` and a `hint`.
+    With `concurrent_warmup`, all variants warm up at the same time; the timed calls always run one
+    after another. The result of a failed variant contains `error`, `hint` and `details`. If all
+    variants of a case fail, the dict for the case also contains `error` and `hint`.
     """
     unknown = [name for case in cases for name in case.variants if name not in VARIANTS]
     if unknown or rounds < 1 or not all(case.variants for case in cases):
@@ -143,7 +147,7 @@ def _measure(
 
 
 def _compare(rows: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the speedups of anyaccel over the stock variants, and of `fast` over `exact`."""
+    """Return anyaccel's speedups over stock diffusers, and the speedup of `fast` over `exact`."""
     ours, fast = (rows.get(name, {}).get("median_s") for name in (OURS, FAST))
     stock = {name: rows.get(name, {}).get("median_s") for name in STOCK}
     speedups: dict[str, Any] = {

@@ -18,7 +18,7 @@ USUAL = (*STOCK, OURS)
 class BenchCase:
     """One pipeline call to benchmark.
 
-    Contains only JSON-serializable data, because each variant runs in its own process.
+    A case contains only JSON-serializable data, because each variant runs in its own process.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""Result rows for failed variants: a one-line cause, a hint and the log."""
+"""Results for benchmark variants that failed: the cause in one line, a hint and the log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COMPILER = "C++ compiler"
 
 
 def make_failure_row(variant: str, error: Exception) -> dict[str, Any]:
-    """Return the result row for a variant that raised an error."""
+    """Return the result for a benchmark variant that raised an error, with a hint and the traceback."""
     if isinstance(error, AnyaccelError):
         cause, hint = error.message, error.hint
     else:
@@ -30,7 +30,7 @@ def make_failure_row(variant: str, error: Exception) -> dict[str, Any]:
 
 
 def make_exit_row(variant: str, status: int | None, log: str) -> dict[str, Any]:
-    """Return the result row for a variant whose process exited without an answer."""
+    """Return the result for a benchmark variant after its process exited without a response."""
     lines = [line for line in log.splitlines() if line.strip()]
     if status is not None and status < 0:
         cause, hint = (

@@ -49,7 +49,10 @@ def _load(case: BenchCase) -> Any:
 
 
 def _make_random(case: BenchCase, device: torch.device) -> Any:
-    """Create a pipeline with random weights from config files: only a denoiser, an autoencoder and a scheduler."""
+    """Create a pipeline with random weights from config files.
+
+    It contains only a denoiser, an autoencoder and a scheduler.
+    """
     import diffusers
 
     library: Any = diffusers
@@ -76,7 +79,7 @@ def _make_random(case: BenchCase, device: torch.device) -> Any:
 
 
 def _compile(pipe: Any) -> None:
-    """Compile the denoiser and the decoder, as the diffusers documentation recommends."""
+    """Compile the denoiser and the VAE decoder, as the diffusers documentation recommends."""
     for name in KINDS[:2]:
         if getattr(pipe, name, None) is not None:
             setattr(pipe, name, torch.compile(getattr(pipe, name)))
@@ -85,7 +88,7 @@ def _compile(pipe: Any) -> None:
 
 
 def make_call(case: BenchCase, pipe: Any) -> dict[str, Any]:
-    """Return the arguments for the pipeline call, with a prompt or with random prompt embeddings."""
+    """Return the arguments for the pipeline call: a prompt or, for random weights, random embeddings."""
     call: dict[str, Any] = {"output_type": "pt", **case.call}
     if not case.random:
         return {"prompt": _PROMPT, **call}

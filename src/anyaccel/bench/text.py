@@ -14,7 +14,7 @@ _BAR_WIDTH = 30
 
 
 def format_bench(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Format benchmark rows as a table, and yield its lines."""
+    """Format benchmark results as a table and yield its lines."""
     for row in rows:
         yield f"{row['title']}{', random weights' if row['random_weights'] else ''}"
         # A row with an error has no measured variants, only failed ones.
@@ -47,7 +47,10 @@ def _format_details(variant: dict[str, Any]) -> Iterator[str]:
 
 
 def _format_difference(row: dict[str, Any], prefix: str = "", ending: str = "") -> Iterator[str]:
-    """Yield the difference from the reference image, or nothing for the reference itself."""
+    """Yield the difference from the reference image as text, such as `41.2 dB`.
+
+    Yield nothing for the reference itself.
+    """
     if f"{prefix}not_compared" in row:
         yield f"{row[f'{prefix}not_compared']}"
     elif f"{prefix}psnr_db" in row:

@@ -30,7 +30,7 @@ class _BenchWorker:
         self.variant = job["variant"]
 
     def generate(self) -> tuple[Any, float]:
-        """Generate an image; return the pipeline's output and the time in seconds."""
+        """Generate an image; return the pipeline's output and the elapsed time in seconds."""
         from anyaccel.bench.pipelines import drawing_in_float32
 
         driver, index = self.opened.driver, self.opened.index
@@ -44,7 +44,10 @@ class _BenchWorker:
         return output, time.perf_counter() - start
 
     def warm_up(self, images: int) -> dict[str, Any]:
-        """Generate `images` warmup images, save the last one for comparison, and return the first one's time."""
+        """Generate `images` warm-up images; return the time of the first one and the compile times.
+
+        The last image is saved for comparison with the other variants.
+        """
         import numpy
 
         # Read right after the first image, so that the compile times explain its time.
@@ -57,11 +60,11 @@ class _BenchWorker:
         return {"first_picture_s": round(first_s, 4), **({"compiling_s": compile_times} if compile_times else {})}
 
     def measure(self) -> dict[str, Any]:
-        """Generate one image and return the elapsed time."""
+        """Generate one image and return the elapsed time in seconds."""
         return {"seconds": self.generate()[1]}
 
     def finish(self) -> dict[str, Any]:
-        """Return the peak memory and, for anyaccel, the plan and a profile."""
+        """Generate another image; return its peak memory and, for anyaccel, the plan and a profile."""
         from anyaccel.bench.case import FAST, OURS
         from anyaccel.errors import NotMeasurableError
 
@@ -78,7 +81,7 @@ class _BenchWorker:
         return result
 
     def _read_reserved_bytes(self) -> int | None:
-        """Return the peak reserved memory, or None if torch does not report it.
+        """Return the peak reserved memory in bytes, or None if torch does not report it.
 
         Reserved memory includes the allocator's cache and captured graphs.
         """
@@ -87,7 +90,7 @@ class _BenchWorker:
         return None
 
     def _profile(self) -> dict[str, Any] | None:
-        """Profile the generation of one image and return its kernels.
+        """Profile the generation of one image; return the kernel count, total time and slowest kernels.
 
         Return None if torch's profiler does not support the device.
         """
@@ -109,7 +112,10 @@ class _BenchWorker:
 
 
 def _read_compile_times() -> dict[str, float]:
-    """Return the compile time that torch reports for each phase, longest first; phases may be nested."""
+    """Return the compile time in seconds that torch reports for each phase, longest first.
+
+    Phases can be nested, so their sum can exceed the total time.
+    """
     from anyaccel.upstream.torch_internals import read_compile_times_s
 
     totals = {name: round(sum(times), 2) for name, times in read_compile_times_s().items()}
@@ -117,7 +123,10 @@ def _read_compile_times() -> dict[str, float]:
 
 
 def main() -> None:
-    """Read a job, then run one command per line; on an error, report it to the parent process and exit."""
+    """Read a benchmark job from the parent process, and run the commands that follow it.
+
+    An error is sent to the parent process and ends this process.
+    """
     with connecting_to_parent() as (requests, answer):
         job = next(requests)
         try:

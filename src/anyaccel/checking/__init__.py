@@ -1,1 +1,1 @@
-"""Portability checks for pipelines on virtual devices, without the hardware."""
+"""Portability checks, which run pipelines on virtual devices instead of the hardware."""

@@ -35,7 +35,10 @@ def _make_key(device: str, entry: dict[str, Any]) -> FindingKey:
 
 
 def drop_known_findings(report: Report, baseline: Counter[FindingKey]) -> Report:
-    """Return the report without the findings in the baseline. Wrong images and failed runs are always reported."""
+    """Return the report without the findings in the baseline.
+
+    Wrong images and failed runs are always reported.
+    """
     remaining = Counter(baseline)
     devices = {name: _drop_known(device, remaining) for name, device in report.devices.items()}
     count = sum(len(device.violations) for device in report.devices.values())

@@ -1,4 +1,4 @@
-"""`anyaccel.check`: reports whether a pipeline is portable, and which lines of code are not."""
+"""`anyaccel.check`: reports whether a pipeline is portable, and lists the lines of code that are not."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ def check(
     on_report: OnReport | None = None,
     **call: Any,
 ) -> Report:
-    """Run a pipeline on virtual devices and report every line that hits a device limit: `check(pipe, "mps")`.
+    """Run a pipeline on virtual devices and report every line of code that hits a device limit.
 
-    The first argument is a pipeline, a model folder, a recipe name, or `package.module:function`. A model folder
-    needs only its configs: a small model with the same architecture is built from them. `plain` checks diffusers
-    without anyaccel. `strict` raises an error wherever the device would. `on_report` is called with each device's
-    report as soon as it is complete. Additional keyword arguments are passed to the pipeline call.
+    For example, use `check(pipe, "mps")`. The first argument is a pipeline, a model folder, a recipe
+    name or `package.module:function`. A model folder needs only its configs: a small model with the
+    same architecture is built from them. `plain` checks diffusers without anyaccel. `strict` raises an
+    error wherever the device would. `on_report` is called with each device's report as soon as it is
+    complete. Additional keyword arguments are passed to the pipeline call.
     """
     if plain and compile:
         raise UsageError("plain and compile cannot be combined: only anyaccel compiles", hint="omit one of them")
@@ -57,7 +58,10 @@ def check(
 
 
 def find_devices(names: str | Sequence[str]) -> list[str]:
-    """Return the virtual device names for a single name, multiple names or `all`."""
+    """Return the names of the virtual devices to check, given one name, several names or `all`.
+
+    Raise if a name is not a known virtual device.
+    """
     supported = [backend.name for backend in load_registry().backends.values() if backend.sheet.can_be_virtual]
     requested = [names] if isinstance(names, str) else list(names)
     if requested == [_ALL]:

@@ -1,4 +1,4 @@
-"""Child process of a check: `python -m anyaccel.checking.check_worker`."""
+"""Child process that runs a check: `python -m anyaccel.checking.check_worker`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from anyaccel.processes.json_line_worker import connecting_to_parent
 
 
 def _run_task(path: Path) -> None:
-    """Run the task in a file, then overwrite the file with `(True, report)` or `(False, error)`."""
+    """Run a pickled task, then overwrite its file with `(True, report)` or `(False, error)`."""
     try:
         task: CheckTask = pickle.loads(path.read_bytes())
         sys.path[:] = task.path

@@ -20,7 +20,7 @@ _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def as_github(report: Report) -> Iterator[str]:
-    """Yield one GitHub workflow command per line of code; GitHub displays it as an annotation."""
+    """Yield GitHub workflow commands, which GitHub displays as annotations on the lines of code."""
     for device, violation in _unique_lines(report):
         message = f"{_label(device)}: {violation.says}"
         if violation.hint:
@@ -33,7 +33,7 @@ def as_github(report: Report) -> Iterator[str]:
 
 
 def _failures(report: Report) -> Iterator[tuple[DeviceReport, str]]:
-    """Yield each device's failures that cannot be attributed to a line of code."""
+    """Yield the failures that cannot be attributed to a line of code, each with its device report."""
     for device in report.devices.values():
         if not device.finished:
             yield device, f"stops: {device.error}"

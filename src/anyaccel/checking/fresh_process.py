@@ -1,7 +1,7 @@
-"""Checks in a new process, for callers in which torch has already started threads.
+"""Checks that run in a new process, because torch has already started threads in this one.
 
-A fork of such a process can deadlock, because the child waits for OpenMP threads that fork does not copy:
-https://github.com/pytorch/pytorch/issues/17199 (observed with torch 2.13).
+Forking a process with OpenMP threads can deadlock, because the child waits for threads that fork
+does not copy: https://github.com/pytorch/pytorch/issues/17199 (observed with torch 2.13).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["CheckTask", "can_fork", "check_in_fresh_process"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckTask:
-    """Arguments of a check, pickled for the child process."""
+    """Arguments for a check, pickled for the child process."""
 
     target: Any
     devices: tuple[str, ...]

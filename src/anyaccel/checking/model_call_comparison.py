@@ -1,4 +1,4 @@
-"""Recorder for a pipeline's model calls, and a comparison with the same calls on another device."""
+"""Recorder for a pipeline's model calls on the CPU, and a comparison with the calls on a device."""
 
 from __future__ import annotations
 
@@ -61,7 +61,11 @@ def recording(pipe: Any) -> Iterator[list[RecordedCall]]:
 
 @contextmanager
 def comparing(pipe: Any, expected: list[RecordedCall]) -> Iterator[list[Comparison]]:
-    """Compare each model call with its recorded call, for the recorded inputs and for the pipeline's own inputs."""
+    """Compare each model call inside the `with` block with the corresponding recorded call.
+
+    Each call runs twice: with the recorded inputs, and with the pipeline's own inputs, which include
+    the errors of earlier calls.
+    """
     comparisons: list[Comparison] = []
     counts: dict[str, int] = {}
 
@@ -88,7 +92,7 @@ def comparing(pipe: Any, expected: list[RecordedCall]) -> Iterator[list[Comparis
 
 
 def find_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in lists, tuples, mappings and diffusers or transformers outputs, in a fixed order."""
+    """Yield the tensors in nested lists, tuples, mappings and model outputs, in a fixed order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -106,7 +110,7 @@ Interceptor = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]
 
 @contextmanager
 def _intercepting(pipe: Any, interceptor: Interceptor) -> Iterator[None]:
-    """Route every outermost model call of a pipeline through `interceptor`."""
+    """Pass every model call of a pipeline to `interceptor`, except calls inside another model call."""
     active: list[str] = []
 
     def intercept(name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,9 +159,10 @@ def _copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _replace_tensors(value: Any, recorded: tuple[torch.Tensor, ...]) -> Any | None:
-    """Return the arguments with the recorded values, cast to the original dtypes and devices.
+    """Return the call arguments with their tensors replaced by the recorded tensors.
 
-    Return None if the shapes differ.
+    The recorded tensors are converted to the original dtypes and moved to the original devices. Return
+    None if the shapes differ.
     """
     own = list(find_tensors(value))
     if [tensor.shape for tensor in own] != [tensor.shape for tensor in recorded]:
@@ -178,7 +183,7 @@ def _replace_tensors(value: Any, recorded: tuple[torch.Tensor, ...]) -> Any | No
 
 
 def _relative_error(expected: tuple[torch.Tensor, ...], actual: Any) -> float | None:
-    """Return the largest relative error (by norm) across all tensors, or None if the shapes differ."""
+    """Return the largest relative L2 error of any tensor, or None if the shapes differ."""
     pairs = list(zip(expected, actual, strict=False))
     if len(pairs) != len(expected) or any(reference.shape != tensor.shape for reference, tensor in pairs):
         return None

@@ -1,4 +1,4 @@
-"""`anyaccel check MODEL --real`: compares a model on a device with the CPU, per component and per call."""
+"""`anyaccel check MODEL --real`: compares every model call on a device with the same call on the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DEFAULT_TOLERANCE = 1e-1
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentResult:
-    """Result for one model in the pipeline."""
+    """Comparison result for one model in the pipeline."""
 
     name: str
     calls: int
@@ -54,7 +54,7 @@ class HardwareReport:
 
     @property
     def right(self) -> bool:
-        """Whether every model is within tolerance for the inputs from the CPU run and all outputs are finite."""
+        """Whether every model matches the CPU within the tolerance and all outputs are finite."""
         return self.max_difference is not None and not any(component.wrong for component in self.components)
 
     def as_dict(self) -> dict[str, Any]:
@@ -82,10 +82,11 @@ def check_on_hardware(
     on_message: Callable[[str], None] = lambda _: None,
     **call: Any,
 ) -> HardwareReport:
-    """Run a model with its own weights on the CPU in float32 and on a device, and compare every component call.
+    """Run a model on the CPU in float32 and on a device, and compare the output of every model call.
 
-    `target` is a Hub ID, a folder, the embedded model's name, a recipe, `package.module:function` or a pipeline.
-    Additional keyword arguments are passed to the pipeline call. Progress messages are passed to `on_message`.
+    `target` is a Hub ID, a folder, `embedded`, a recipe name, `package.module:function` or a pipeline.
+    A Hub model or folder is loaded with its own weights. Additional keyword arguments are passed to the
+    pipeline call. `on_message` is called with progress messages.
     """
     spec = read_device(device)
     # Opening the device first raises for a missing one now, not after minutes on the CPU.
@@ -136,7 +137,10 @@ def _call_with_seed(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _load_target(target: Any, call: dict[str, Any]) -> tuple[str, Recipe]:
-    """Return the name and recipe for a target. A model keeps its own weights; a recipe has random weights."""
+    """Return a target's name and a recipe that builds its pipeline.
+
+    A Hub model or folder is loaded with its own weights; a named recipe has random weights.
+    """
     from anyaccel.generation.model_name import resolve_model
     from anyaccel.recipes import recipes
 
@@ -183,7 +187,7 @@ def _summarize(comparisons: list[Comparison], tolerance: float) -> Iterator[Comp
 
 
 def describe_hardware_report(report: HardwareReport) -> Iterator[str]:
-    """Yield the lines of the report: the verdict, one row per component, and the first incorrect component."""
+    """Yield the report as lines of text: a verdict, a row per component and the first wrong component."""
     kind = "virtual" if report.virtual else "hardware"
     verdict = "right" if report.right else "silently wrong"
     yield f"{report.target} ({report.pipeline}) on {report.device} ({kind}), {report.dtype}: {verdict}"

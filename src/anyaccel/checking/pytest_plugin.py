@@ -1,16 +1,19 @@
-"""pytest plugin: marked tests on virtual accelerators, one process per test, or a whole suite on one accelerator.
+"""pytest plugin that runs tests on virtual or real accelerators.
+
+A test with the `accelerator` marker runs once per listed device, each time in its own process. With
+`--accelerator`, the whole test suite runs on one device.
 
     @pytest.mark.accelerator("mps", "neuron")
     def test_it_runs(accelerator):
         make_pipeline().to(accelerator.device)(…)
         accelerator.ledger.assert_clean("error")
 
-    pytest --accelerator hpu        run any suite, without changes, with a virtual Gaudi in the process
-    pytest --accelerator-real       run the marked tests on the real devices on this machine, and skip the others
+    pytest --accelerator hpu        run any suite, without changes, on a virtual Gaudi
+    pytest --accelerator-real       run the marked tests on real devices; skip missing devices
 
-A process can have only one virtual accelerator. Marked tests run in forks of a second pytest process, which collects
-the same tests but runs none of them itself. A fork of the first process could deadlock on torch's threads:
-https://github.com/pytorch/pytorch/issues/17199
+A process can have only one virtual accelerator. Marked tests run in forks of a second pytest
+process, which collects the same tests but runs none of them itself. A fork of the first process
+could deadlock on torch's threads: https://github.com/pytorch/pytorch/issues/17199
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ _MAX_OUTPUT = 4000
 
 @dataclass(frozen=True)
 class Accelerator:
-    """Value of the `accelerator` fixture."""
+    """Value of the `accelerator` fixture: the device, and a ledger of the limits that the test hit."""
 
     name: str
     device: torch.device
@@ -58,7 +61,7 @@ class Accelerator:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the command-line options."""
+    """Add the plugin's `--accelerator` options."""
     group = parser.getgroup("anyaccel", "virtual and real accelerators")
     group.addoption("--accelerator", metavar="NAME", help="run the whole suite with this virtual accelerator")
     group.addoption("--accelerator-strict", action="store_true", help="raise an error where the real device would")
@@ -68,7 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Activate the device before pytest imports the test suite."""
+    """Activate the virtual device from `--accelerator` before pytest imports the test suite."""
     name = early_config.known_args_namespace.accelerator
     if name:
         if early_config.known_args_namespace.accelerator_real:
@@ -107,7 +110,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Deactivate the device and end the second pytest process."""
+    """Deactivate the virtual device and stop the second pytest process."""
     if _STACK in config.stash:
         config.stash[_STACK].close()
     if _SECOND in config.stash:
@@ -115,7 +118,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize a marked test with its devices."""
+    """Parametrize a test with the devices listed in its `accelerator` marker."""
     marker = metafunc.definition.get_closest_marker(_MARKER)
     if marker is None:
         return
@@ -141,7 +144,7 @@ def _check_marker(marker: pytest.Mark, nodeid: str, *, real: bool) -> None:
 
 @pytest.fixture
 def accelerator(request: pytest.FixtureRequest) -> Accelerator:
-    """Return the device for a test with the `accelerator` marker, or for the whole run with `--accelerator`."""
+    """Return the device from the test's `accelerator` marker or from the `--accelerator` option."""
     active = request.config.stash.get(_ACTIVE, None)
     if active is not None:
         return Accelerator(active.name, active.device(), True, active.ledger)
@@ -170,7 +173,7 @@ def _device_name(item: pytest.Item) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    """Run a marked test in its own process, and report its results in this process."""
+    """Run a test with the `accelerator` marker in its own process, and report its results here."""
     config = item.config
     if config.stash.get(_ACTIVE, None) is not None and config.getoption("--accelerator"):
         _skip_for_other_devices(item, config.stash[_ACTIVE].name)
@@ -196,7 +199,7 @@ def _skip_for_other_devices(item: pytest.Item, device: str) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Start each test with an empty ledger, and apply its marker's `strict` argument."""
+    """Clear the ledger of device limits before each test, and apply the marker's `strict` argument."""
     active = item.config.stash.get(_ACTIVE, None)
     if active is None or not item.config.getoption("--accelerator"):
         return
@@ -224,7 +227,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Merge the ledger from a finished pytest-xdist worker."""
+    """Merge the ledger from a finished pytest-xdist worker into the controller's ledger."""
     from anyaccel.emulator.ledger import LedgerRow
 
     rows = getattr(node, "workeroutput", {}).get("anyaccel", [])
@@ -233,7 +236,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 class _SecondPytest(JsonLineWorker):
-    """Handle to the second pytest process: each request is a node ID, and each response is a list of reports."""
+    """Client for the second pytest process, which receives node IDs and returns test reports."""
 
     def __init__(self, config: pytest.Config) -> None:
         # The second process must fork the tests itself, so it runs without xdist workers.
@@ -242,7 +245,7 @@ class _SecondPytest(JsonLineWorker):
         super().__init__("pytest", *arguments, cwd=config.invocation_params.dir, env={"OMP_NUM_THREADS": "1"})
 
     def run(self, nodeid: str) -> list[dict[str, Any]]:
-        """Run one test and return its serialized reports."""
+        """Run one test in the second pytest process and return its serialized reports."""
         try:
             answer: list[dict[str, Any]] = self.request(nodeid)
         except EOFError:
@@ -256,7 +259,7 @@ class _SecondPytest(JsonLineWorker):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run each requested test in a forked process, if this is the second pytest process."""
+    """In the second pytest process, run each requested test in a forked process."""
     if not session.config.getoption("--accelerator-second"):
         return None
     items = {item.nodeid: item for item in session.items}

@@ -1,4 +1,4 @@
-"""Result of a check as data: one report per device, and one violation per line of code and limit."""
+"""Data classes for check results: one report per device, with the code lines that hit a limit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Violation:
 
 @dataclass(frozen=True, kw_only=True)
 class Graphs:
-    """Graphs that the device's compiler received."""
+    """Graphs that the device's compiler compiled, with recompilations and graph breaks."""
 
     compiled: int
     recompiled_for: tuple[tuple[str, ...], ...] = ()
@@ -62,7 +62,7 @@ class Graphs:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceReport:
-    """Result for a pipeline on one device."""
+    """Result of checking a pipeline on one device."""
 
     device: str
     virtual: bool
@@ -87,7 +87,7 @@ class DeviceReport:
 
     @property
     def is_right(self) -> bool:
-        """Whether the image matches the CPU image and no line hits a limit that silently produces wrong results."""
+        """Whether the image matches the CPU image and no line hits a limit that silently gives wrong results."""
         same = self.max_difference is not None and self.max_difference <= TOLERANCE
         return self.finished and same and not self.of("wrong")
 
@@ -98,7 +98,11 @@ class DeviceReport:
 
     @property
     def state(self) -> State:
-        """The most severe state that applies: `stops`, `wrong`, `waits` or `works`."""
+        """The most severe state that applies: `stops`, `wrong`, `waits` or `works`.
+
+        `stops` means an error, `wrong` means a different image, and `waits` means that the CPU waits for
+        the device during the denoising loop.
+        """
         if not self.runs:
             return "stops"
         if not self.is_right:
@@ -106,7 +110,7 @@ class DeviceReport:
         return "waits" if any(violation.waits for violation in self.violations) else "works"
 
     def of(self, effect: Effect) -> tuple[Violation, ...]:
-        """Return the violations with the given effect."""
+        """Return the violations with the given effect, such as `error`."""
         return tuple(violation for violation in self.violations if violation.effect == effect)
 
     def as_dict(self) -> dict[str, Any]:

@@ -22,9 +22,9 @@ _DEFAULT_WIDTH, _MIN_WIDTH, _MAX_WIDTH = 100, 60, 120
 
 
 def describe_report(report: Report, width: int | None = None) -> Iterator[str]:
-    """Yield the lines of a report: for each device, the verdict and the limits that were hit, most severe first.
+    """Yield a check report as lines of text: each device's verdict and the limits that were hit.
 
-    `width` defaults to the terminal width.
+    The most severe limits come first. `width` defaults to the terminal width.
     """
     yield f"{report.target}: {report.pipeline}"
     for note in report.notes:

@@ -35,7 +35,7 @@ _UNLISTED_LIMIT = "this limit is not in the device sheet of this anyaccel versio
 
 @dataclass(frozen=True, kw_only=True)
 class CheckMode:
-    """Options for how a check runs a pipeline."""
+    """Options for a check: placement by anyaccel, strict mode and compilation."""
 
     placed: bool = True
     """Placed by anyaccel instead of `pipe.to(device)`."""
@@ -88,7 +88,7 @@ def run_on_cpu(recipes: Sequence[Recipe]) -> dict[str, Any]:
 
 
 def _run_reference(recipe: Recipe) -> Any:
-    """Run a pipeline on the CPU; raise if it fails, because the failure is then not specific to a device."""
+    """Run a pipeline on the CPU; raise `UsageError` if it fails, as the error is not device-specific."""
     try:
         return run(recipe, recipe.make())
     except AnyaccelError as error:
@@ -172,7 +172,7 @@ def _average_per_step(by_step: dict[int | None, int]) -> float:
 
 
 def _is_ours(row: LedgerRow) -> bool:
-    """Return whether a ledger row refers to anyaccel's own code, such as copying the final image to the CPU."""
+    """Return whether a ledger row comes from anyaccel's own code, not from the checked pipeline."""
     return Path(row.file).is_absolute() and Path(row.file).is_relative_to(_PACKAGE)
 
 

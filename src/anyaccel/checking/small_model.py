@@ -1,7 +1,7 @@
-"""Small version of a model, built only from its config files.
+"""Builder for a small version of a model with random weights, based only on its config files.
 
-Strings, booleans and floats in the configs come from the model. Integers, which are sizes, come from the tiny
-recipe for the same pipeline. Weights are random, and no weight files are opened.
+Strings, booleans and floats in the configs come from the model. Integers, such as channel counts,
+come from the tiny recipe for the same pipeline class. No weight files are opened.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["SmallModel", "make_small_model", "merge_config"]
 
 @dataclass(frozen=True, kw_only=True)
 class SmallModel:
-    """Recipe for the small model, and notes on how it differs from the real one."""
+    """Recipe for the small model, and notes on how it differs from the full model."""
 
     recipe: Recipe
     notes: tuple[str, ...]
 
 
 def make_small_model(path: Path) -> SmallModel:
-    """Return a recipe that builds a small version of the model in `path`."""
+    """Return a recipe that builds a small version of the model in the folder `path`."""
     folder = read_model_folder(path)
     base = require_recipe(folder.pipeline)
     notes = [f"small model built from the configs, with random weights and the sizes of the recipe {base.name}"]
@@ -46,7 +46,10 @@ def make_small_model(path: Path) -> SmallModel:
 
 
 def _describe_substitutes(folder: ModelFolder, base: Recipe) -> list[str]:
-    """Return a note for each component taken from the recipe because its class differs or it has no config."""
+    """Return a note for each component that is taken from the recipe instead of the model.
+
+    This happens if the component's class differs from the recipe's, or if it has no config.
+    """
     tiny: Any = base.make()
     notes = []
     for component in folder.components:
@@ -60,9 +63,10 @@ def _describe_substitutes(folder: ModelFolder, base: Recipe) -> list[str]:
 
 
 def _make_components(folder: ModelFolder, base: Recipe) -> dict[str, Any]:
-    """Return the components and the pipeline options.
+    """Return the components and the options for the small pipeline.
 
-    Models whose class matches the recipe's are rebuilt from their configs.
+    A component is rebuilt from the model's config if its class matches the recipe's; otherwise, the
+    recipe's component is used. Schedulers use the model's config unchanged.
     """
     tiny: Any = base.make()
     components = dict(tiny.components)
@@ -83,7 +87,7 @@ def _make_components(folder: ModelFolder, base: Recipe) -> dict[str, Any]:
 
 
 def _rebuild(tiny: Any, config: Mapping[str, Any]) -> Any:
-    """Return a component of the same class with the model's options and the tiny component's sizes."""
+    """Return a component with the model's options and the tiny component's class and sizes."""
     tiny_config = tiny.config.to_dict() if hasattr(tiny.config, "to_dict") else dict(tiny.config)
     merged = merge_config(config, tiny_config)
     if hasattr(tiny.config, "to_dict"):  # a transformers config; diffusers uses dicts
@@ -94,7 +98,7 @@ def _rebuild(tiny: Any, config: Mapping[str, Any]) -> Any:
 def merge_config(model: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str, Any]:
     """Merge two configs: strings, booleans and floats from the model, and integers from the tiny config.
 
-    Lists keep the model's length: a model with four levels still has four levels.
+    Lists keep the model's length, so a UNet with four levels still has four levels.
     """
     # Number of levels by length of a list in the tiny config, from the lists of block types. It applies where the model
     # has one integer for all levels and the tiny config has a list (`attention_head_dim`).
@@ -138,7 +142,7 @@ def _length(value: Any) -> int | None:
 
 
 def _make_call(folder: ModelFolder, base: Recipe) -> dict[str, Any]:
-    """Return the recipe's call arguments, with an image size that is valid for the model's number of VAE levels."""
+    """Return the recipe's call arguments, with the image size scaled for the model's VAE."""
     call = base.call()
     configs = {component.name: component.config for component in folder.components}
     tiny_scale, scale = _vae_scale(base.make()), _scale_of_config(configs.get("vae"))

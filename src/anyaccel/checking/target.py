@@ -35,7 +35,7 @@ class CheckTarget:
 
 
 def read_target(target: Any, call: Mapping[str, Any]) -> CheckTarget:
-    """Resolve the argument of `check`; `call` overrides the default arguments of the pipeline call."""
+    """Resolve the target passed to `check`; `call` overrides the default pipeline arguments."""
     if not isinstance(target, str | Path):
         return _override_call(_from_pipeline(target), call)
     text = str(find_embedded_model()) if str(target) == NAME else str(target)
@@ -66,7 +66,10 @@ def _override_call(target: CheckTarget, call: Mapping[str, Any]) -> CheckTarget:
 
 
 def _from_factory(text: str, module: str, function: str) -> CheckTarget:
-    """Import a function, with the working directory on `sys.path`, and return a target for its pipeline."""
+    """Import and call a function that creates a pipeline, and return a target for the pipeline.
+
+    The working directory is added to `sys.path` first.
+    """
     # The console script does not put the working directory on the path, unlike `python -m`.
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -94,7 +97,10 @@ def _from_factory(text: str, module: str, function: str) -> CheckTarget:
 
 
 def _from_pipeline(pipe: Any, name: str = "", call: Mapping[str, Any] | None = None) -> CheckTarget:
-    """Return a target for a pipeline or modular blocks. Each forked process has its own copy of the pipeline."""
+    """Return a target for a pipeline or for modular pipeline blocks.
+
+    Each forked process has its own copy of the pipeline.
+    """
     if not hasattr(pipe, "components") and hasattr(pipe, "init_pipeline"):
         pipe = pipe.init_pipeline()
     if not callable(pipe) or not hasattr(pipe, "components"):
@@ -111,7 +117,7 @@ def _from_pipeline(pipe: Any, name: str = "", call: Mapping[str, Any] | None = N
 
 
 def _default_call(pipe: Any) -> dict[str, Any]:
-    """Return arguments for two steps with a fixed seed, limited to those that the pipeline accepts."""
+    """Return default call arguments (prompt, two steps, fixed seed) that the pipeline accepts."""
     import torch
 
     arguments: dict[str, Any] = {

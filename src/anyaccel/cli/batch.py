@@ -1,4 +1,4 @@
-"""`anyaccel batch INPUT.jsonl --out DIR`: generates one image per row on all devices, and can be resumed."""
+"""`anyaccel batch`: generates one image per row of a JSONL file on all devices, and can be resumed."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def generate_batch(
 ) -> None:
     """Generate an image for every row of a JSONL file.
 
-    A row looks like {"prompt": "a red apple", "seed": 7, "num_inference_steps": 8}. To resume an interrupted
-    batch, run the same command again. The exit status is 1 if any row failed.
+    A row looks like {"prompt": "a red apple", "seed": 7, "num_inference_steps": 8}. To resume an
+    interrupted batch, run the same command again. The exit status is 1 if any row failed.
     """
     from anyaccel.cluster.batch.image_worker import WorkerSettings
     from anyaccel.cluster.batch.start import BatchJob, run_batch

@@ -53,9 +53,9 @@ def bench_models(
 ) -> None:
     """Benchmark anyaccel against stock diffusers.
 
-    Generates the same image with stock diffusers, compiled stock diffusers and anyaccel in turn, each in its own
-    process. Warm-up images, which include compilation, are excluded from the medians. The exit status is 1 if an
-    anyaccel variant fails; a failure of a stock variant only appears in the table.
+    Stock diffusers, compiled stock diffusers and anyaccel take turns generating the same image, each in
+    its own process. Warm-up images, which include compilation, are excluded from the medians. The exit
+    status is 1 if an anyaccel variant fails; a failed stock variant is only shown in the table.
     """
     if against not in _BASELINES:
         raise UsageError(
@@ -97,7 +97,7 @@ def bench_models(
 def _make_cases(
     models: list[str] | None, device: str, dtype: str, call: dict[str, Any], images: int
 ) -> list[BenchCase]:
-    """Return one benchmark case per model."""
+    """Return one benchmark case per model, or one for the embedded model if no model is given."""
     from anyaccel.backends.device_functions import dtype_name
     from anyaccel.bench.case import BenchCase
     from anyaccel.embedded.model import CALL_DEFAULTS, NAME

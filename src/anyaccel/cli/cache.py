@@ -1,4 +1,4 @@
-"""`anyaccel cache`: list, export, import and prune the compile cache."""
+"""`anyaccel cache`: lists, exports, imports and prunes the compile cache."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _entry_state(readable: bool, current: bool) -> str:
 def export_cache(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, for example graphs.tar.gz.")],
 ) -> None:
-    """Export the cache for machines with the same device."""
+    """Export the compile cache to a file, for use on other machines with the same device."""
     from anyaccel.runtime.speed.compile_cache import export_entries, list_entries
 
     if file.is_dir():
@@ -94,7 +94,7 @@ def export_cache(
 def import_cache(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File written by `anyaccel cache export`.")],
 ) -> None:
-    """Import graphs that were compiled on another machine.
+    """Import compiled graphs from a file that was exported on another machine.
 
     The file contains code that anyaccel executes later. Import only files that you trust.
     """
@@ -119,7 +119,7 @@ def _count_entries(entries: int) -> str:
 
 
 def check_cache_writable(folder: Path) -> None:
-    """Raise if the cache folder cannot be written."""
+    """Raise if the cache folder is not writable."""
     from anyaccel.storage.cache_dir import CACHE_VARIABLE, find_write_error
 
     fault = find_write_error(folder)
@@ -137,7 +137,7 @@ def prune_cache(
         bool, typer.Option("--all", help="Remove all entries and the compilers' own caches.")
     ] = False,
 ) -> None:
-    """Remove corrupted entries and entries written by other package versions."""
+    """Remove corrupted cache entries and entries written by other package versions."""
     from anyaccel.runtime.speed.compile_cache import prune_entries, remove_graphs
     from anyaccel.runtime.speed.compile_cache_key import find_versions
     from anyaccel.units import readable

@@ -1,4 +1,4 @@
-"""`anyaccel chart`: every tiny pipeline on every virtual device, as a table, HTML, Markdown or JSON."""
+"""`anyaccel chart`: runs every tiny pipeline on every virtual device and reports the results."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def show_chart(
 ) -> None:
     """Run every tiny pipeline on every virtual device.
 
-    Each pipeline runs twice: once with stock diffusers and once with anyaccel. A full run takes about 15 minutes.
-    The exit status is 1 if a placed pipeline fails for an unknown reason.
+    Each pipeline runs twice: once with stock diffusers and once with anyaccel. A full run takes about
+    15 minutes. The exit status is 1 if a pipeline fails with anyaccel for an unknown reason.
     """
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs must be at least 1, not {jobs}", hint="for example --jobs 2")
@@ -87,7 +87,7 @@ def show_chart(
 
 
 def _run(selected: list[Recipe], devices: list[str], checkpoint: Path | None, jobs: int, display: Display) -> Chart:
-    """Return the chart for the selected recipes, reusing the rows in the checkpoint."""
+    """Run the selected recipes and return the chart, reusing the rows saved in the checkpoint."""
     from anyaccel.checking.chart.chart import Chart, make_chart
     from anyaccel.checking.chart.chart_file import write_chart
 
@@ -122,7 +122,10 @@ def _run(selected: list[Recipe], devices: list[str], checkpoint: Path | None, jo
 def _read_checkpoint(
     checkpoint: Path | None, environment: dict[str, Any], devices: list[str]
 ) -> tuple[tuple[ChartRow, ...], float]:
-    """Return the saved rows and their total run time in seconds."""
+    """Return the rows saved in the checkpoint and their total run time in seconds.
+
+    Raise if the checkpoint was saved with different package versions or devices.
+    """
     from anyaccel.checking.chart.chart_file import read_chart
 
     if checkpoint is None or not checkpoint.exists():
@@ -138,7 +141,7 @@ def _read_checkpoint(
 
 
 def _lock_checkpoint(checkpoint: Path | None) -> AbstractContextManager[object]:
-    """Prevent other processes from writing to the same checkpoint inside the `with` block."""
+    """Return a context manager that locks the checkpoint against writes by other processes."""
     if checkpoint is None:
         return nullcontext()
     # The lock file is never removed: a process that has just opened it would lock an unlinked file, and a third
@@ -151,7 +154,7 @@ def _lock_checkpoint(checkpoint: Path | None) -> AbstractContextManager[object]:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return the date, system and package versions for a report."""
+    """Return the date, the system and the package versions for a report."""
     import anyaccel
     from anyaccel.backends.device import this_machine
 

@@ -1,4 +1,4 @@
-"""`anyaccel check`: portability of a pipeline, with the source lines that limit it."""
+"""`anyaccel check`: checks whether a pipeline is portable, and lists the source lines to fix."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ def check_pipeline(
 ) -> None:
     """Check whether a pipeline is portable to other devices.
 
-    Runs the pipeline on virtual devices, compares the image with the CPU image, and lists the source lines to
-    fix. Virtual devices enforce documented limits; they do not replace a test on hardware. --real checks a
-    device on this machine instead, per component and per step. The exit status is 1 if the pipeline fails on a
-    device.
+    The pipeline runs on virtual devices, and its image is compared with the CPU image. The report lists
+    the source lines to fix. Virtual devices enforce documented limits; they do not replace a test on
+    hardware. With --real, the check runs on a device of this machine instead and compares each
+    component at each step. The exit status is 1 if the pipeline fails on a device.
     """
     # Options of the virtual check are rejected with --real; ignoring them would suggest that they took effect.
     if real:

@@ -55,7 +55,8 @@ def show_devices(
 
     Devices that are not available are listed with the reason.
 
-    With --verify, the exit status is 1 if the device contradicts its sheet or a pipeline produces a wrong image.
+    With --verify, the exit status is 1 if the device contradicts its sheet or a pipeline produces a
+    wrong image.
     """
     if report and (name or as_json):
         raise UsageError("--report cannot be combined with NAME or --json", hint="use `anyaccel devices --report`")
@@ -151,7 +152,7 @@ def _print_sheet(sheet: Sheet, device: Device) -> None:
 
 
 def _report(machine: Machine, devices: list[Device]) -> str:
-    """Return a Markdown block for a bug report that does not identify the user or the machine."""
+    """Return a Markdown block for bug reports, without data that identifies the user or the machine."""
     lines = ["```text", f"system: {machine.system} on {machine.architecture}"]
     lines += ["translated: yes (Rosetta)"] if machine.translated else []
     lines += [f"{name}: {version}" for name, version in machine.versions.items()]

@@ -11,7 +11,7 @@ _INTERRUPTED = 130
 
 
 def main() -> NoReturn:
-    """Run the command line."""
+    """Run the `anyaccel` command; after Ctrl-C, print `interrupted` and exit with status 130."""
     try:
         # Imported in the try block: Ctrl-C during the imports must not print a traceback.
         from anyaccel.cli.main import main as run

@@ -60,8 +60,8 @@ def explain_model(
 ) -> None:
     """Report whether a model fits on a device and how it would run.
 
-    Reads only config files: neither the weights nor the device is required. The config files of a Hub model are
-    downloaded. The exit status is 1 if the model does not fit.
+    Only config files are read; neither the weights nor the device is required. The config files of a
+    Hub model are downloaded. The exit status is 1 if the model does not fit.
     """
     width, height = (None, None) if size is None else parse_image_size(size)
     check_batch(batch, hint="for example --batch 1")

@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM handling.
+"""Handling of Ctrl-C and SIGTERM.
 
-The run stops at the next denoising step, never in the middle of writing a file.
+Ctrl-C stops a run at the next denoising step. No signal stops a run while it writes a file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 @contextmanager
 def cleanup_on_exit() -> Iterator[Display]:
-    """Provide a display inside the `with` block; SIGTERM raises an exception, so that cleanup code runs."""
+    """Provide a progress display inside the `with` block, and clear it at the end.
+
+    SIGTERM raises an exception inside the block, so that cleanup code runs.
+    """
     display = Display()
     try:
         with raising_on_sigterm():
@@ -39,9 +42,9 @@ def cleanup_on_exit() -> Iterator[Display]:
 class Interruption:
     """Signal handling that stops a run at a safe point.
 
-    An exception in the middle of a step could leave torch or a vendor library in an undefined state, so the
-    first Ctrl-C takes effect at the next step. A second Ctrl-C, or SIGTERM, ends the process immediately, but
-    never in the middle of writing a file.
+    An exception in the middle of a step could leave torch or a vendor library in an undefined state, so
+    the first Ctrl-C takes effect at the next step. A second Ctrl-C, or SIGTERM, ends the process
+    immediately, but never in the middle of writing a file.
     """
 
     def __init__(self, *, on_wait: Callable[[], None], on_end: Callable[[], None]) -> None:
@@ -53,12 +56,12 @@ class Interruption:
         self._deferred_signal: int | None = None
 
     def handling(self) -> AbstractContextManager[None]:
-        """Handle SIGINT and SIGTERM inside the `with` block."""
+        """Return a context manager that handles SIGINT and SIGTERM."""
         return handling_signals(self._on_signal, signal.SIGINT, signal.SIGTERM)
 
     @contextmanager
     def at_steps(self) -> Iterator[None]:
-        """Defer the first Ctrl-C inside the `with` block to the next `check`, or to the end of the block."""
+        """Defer the first Ctrl-C until the next call to `check` or until the end of the `with` block."""
         self._between_steps = True
         try:
             yield

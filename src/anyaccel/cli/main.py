@@ -1,7 +1,7 @@
 """The `anyaccel` command: its subcommands and its error handling.
 
-Results go to stdout; progress, logs and errors go to stderr. Exit statuses: 0 success, 1 negative result, 2 usage
-error, 3 failure, 130 interrupted, 143 terminated.
+Results go to stdout; progress, logs and errors go to stderr. The exit status is 0 for success, 1
+for a negative result, 2 for a usage error, 3 for a failure, 130 after Ctrl-C and 143 after SIGTERM.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _root(
 
 
 def main() -> NoReturn:
-    """Run the command line and convert every error to a message and an exit status."""
+    """Run the `anyaccel` command, and convert every error to a message and an exit status."""
     _prepare_output()
     try:
         app()
@@ -102,13 +102,20 @@ def main() -> NoReturn:
 
 
 def _was_interrupted(end: SystemExit) -> bool:
-    """Return whether typer turned Ctrl-C into a silent exit; commands that handle Ctrl-C print their own message."""
+    """Return whether typer converted Ctrl-C to an exit without a message.
+
+    Commands that handle Ctrl-C themselves print their own message.
+    """
     # typer raises Exit(130) from the KeyboardInterrupt, and SystemExit while it handles that (typer 0.29, core.py).
     return isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt)
 
 
 def _prepare_output() -> None:
-    """Print `?` for characters that the terminal cannot encode, and replace closed streams with the null device."""
+    """Configure stdout and stderr so that printing never raises an encoding error.
+
+    Characters that the terminal cannot encode are printed as `?`. A closed stream is replaced by the
+    null device.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # Python sets a stream to None if its file descriptor is closed, as after `>&-` in a shell.

@@ -12,7 +12,7 @@ __all__ = ["Display"]
 
 
 class Display(ProgressListener):
-    """Progress display for a command."""
+    """Progress display for a command, shown on stderr."""
 
     def __init__(self) -> None:
         self.live = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
@@ -30,31 +30,31 @@ class Display(ProgressListener):
         print(text, file=sys.stderr, flush=True)
 
     def start_phase(self, text: str) -> None:
-        """Show a new phase with an indeterminate progress bar."""
+        """Show the text for a new phase with an indeterminate progress bar."""
         self.clear()
         self._phase = text
         if self.live:
             self._start_bar()
 
     def on_phase(self, text: str) -> None:
-        """Show the current phase."""
+        """Show the text for a new phase of the run."""
         self.start_phase(text)
 
     def on_message(self, text: str) -> None:
-        """Print a line."""
+        """Print a message to stderr."""
         self.print_line(text)
 
     def on_warning(self, text: str) -> None:
-        """Print a line that starts with `warning:`."""
+        """Print a warning to stderr, with the prefix `warning:`."""
         self.print_line(f"warning: {text}")
 
     def on_start(self, done: int, total: int) -> None:
-        """Print the total number of rows and how many of them an earlier run finished."""
+        """Print the number of batch rows and how many of them an earlier run finished."""
         self.done, self.total = done, total
         self.print_line(f"{total} row{'s' * (total > 1)}{f', {done} already finished' if done else ''}")
 
     def on_row(self, done: int, total: int, text: str) -> None:
-        """Show the number of finished rows."""
+        """Show the number of finished batch rows."""
         self.done = done
         self.update_count(done, total, text, prefix="")
 

@@ -28,10 +28,10 @@ def run_program(
         bool, typer.Option("--verbose", "-v", help="List the mapped CUDA calls with their line numbers.")
     ] = False,
 ) -> None:
-    """Run an unmodified CUDA script on any device of this machine.
+    """Run an unmodified CUDA script on any device.
 
-    --device may also follow the script's arguments. If the script has its own --device option, put anyaccel's
-    --device before the script, or put the script's --device after --.
+    --device may also follow the script's arguments. If the script has its own --device option, put
+    anyaccel's --device before the script, or put the script's --device after --.
     """
     script_arguments = list(arguments or [])
     if device is None:
@@ -42,7 +42,10 @@ def run_program(
 
 
 def split_device(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Return the device from a `--device` option before `--`, and the remaining script arguments."""
+    """Return the value of `--device`, or None, and the remaining script arguments.
+
+    Arguments after `--` belong to the script and are not searched.
+    """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     searched, after_separator = arguments[:end], arguments[end + 1 :]
     device, others = None, []

@@ -114,8 +114,9 @@ def serve_models(
 ) -> None:
     """Serve models over an OpenAI-compatible HTTP API.
 
-    Includes a job queue that survives restarts and a web page for trying out the models. Requests from
-    different clients are batched per denoising step; every client receives the same image as without batching.
+    The server has a job queue that survives restarts and a web page for trying out the models. Requests
+    from different clients are batched per denoising step; every client receives the same image as
+    without batching.
     """
     # The server has optional dependencies, which a plain `pip install anyaccel` does not install.
     try:

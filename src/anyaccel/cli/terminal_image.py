@@ -1,4 +1,4 @@
-"""Image display in the terminal, using a graphics protocol or colored half blocks."""
+"""Image display in the terminal, using a graphics protocol or colored half-block characters."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _CUBE_LEVELS = (0, 95, 135, 175, 215, 255)
 
 
 def check_protocol(protocol: str) -> None:
-    """Raise if `--show` does not support the protocol."""
+    """Raise if the protocol is not a valid value for `--show`."""
     if protocol not in PROTOCOLS:
         raise UsageError(f"unknown value {protocol!r} for --show", hint=nearest(protocol, PROTOCOLS))
 
@@ -143,7 +143,7 @@ def _read_reply(source: int) -> bytes:
 
 
 def encode_kitty(png: bytes, rows: int) -> str:
-    """Encode a PNG for the kitty graphics protocol, `rows` lines high."""
+    """Encode a PNG as escape sequences for the kitty graphics protocol, `rows` text lines high."""
     data = base64.b64encode(png).decode("ascii")
     chunks = [data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK)]
     sequences = []
@@ -156,13 +156,13 @@ def encode_kitty(png: bytes, rows: int) -> str:
 
 
 def encode_iterm2(png: bytes, rows: int) -> str:
-    """Encode a PNG for the iTerm2 inline image protocol, `rows` lines high."""
+    """Encode a PNG as an escape sequence for the iTerm2 image protocol, `rows` text lines high."""
     data = base64.b64encode(png).decode("ascii")
     return f"\x1b]1337;File=inline=1;size={len(png)};height={rows};preserveAspectRatio=1:{data}\x07"
 
 
 def encode_sixel(image: Image.Image) -> str:
-    """Encode an image as sixels: a palette, followed by bands of six pixel rows, each encoded color by color."""
+    """Encode an image as sixels: a palette, then bands of six pixel rows, each encoded color by color."""
     import numpy as np
 
     indexed = image.convert("RGB").quantize(256)
@@ -178,7 +178,7 @@ def encode_sixel(image: Image.Image) -> str:
 
 
 def _encode_band(band: npt.NDArray[np.uint8]) -> Iterator[str]:
-    """Yield the run-length encoded sixels for each color in a band of up to six pixel rows."""
+    """Yield the run-length-encoded sixels for each color in a band of up to six pixel rows."""
     import numpy as np
 
     weights = (1 << np.arange(len(band)))[:, None]
@@ -192,7 +192,10 @@ def _encode_band(band: npt.NDArray[np.uint8]) -> Iterator[str]:
 
 
 def encode_blocks(image: Image.Image, columns: int, rows: int, *, true_color: bool) -> str:
-    """Encode an image as half blocks, with the upper pixel as foreground and the lower one as background color."""
+    """Encode an image as half-block characters, each of which shows two pixels.
+
+    The upper pixel sets the foreground color, and the lower pixel sets the background color.
+    """
     import numpy as np
 
     scale = min(columns / image.width, 2 * rows / image.height)

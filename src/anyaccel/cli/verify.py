@@ -33,7 +33,7 @@ _MAX_PIPELINE_LINES = 12
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """Options for a verification."""
+    """Options for `anyaccel devices NAME --verify`."""
 
     pipelines: str = "few"
     quick: bool = False
@@ -42,7 +42,10 @@ class VerifyOptions:
 
 
 def verify_device(name: str | None, options: VerifyOptions, output: Path | None, *, force: bool, as_json: bool) -> None:
-    """Verify a device, print the result and write the evidence file; exit with status 1 if verification fails."""
+    """Verify a device, write the evidence file and print the result.
+
+    Exit with status 1 if the device contradicts its sheet or a pipeline produces a wrong image.
+    """
     if name is None:
         raise UsageError("--verify requires a device name", hint="for example: anyaccel devices cuda --verify")
     if read_device(name).virtual:
@@ -78,7 +81,7 @@ def _verify(name: str, options: VerifyOptions) -> Verification:
 
 
 def _choose_file(name: str, output: Path | None, force: bool) -> Path:
-    """Return the path for the evidence file; raise if it cannot be written."""
+    """Return the path for the evidence file; raise if the file exists or cannot be written."""
     file = output or Path(_default_file_name(name))
     if file.exists() and not force:
         raise UsageError(f"{file} already exists", hint="pass a different file to --output, or add --force")
@@ -94,7 +97,10 @@ def _choose_file(name: str, output: Path | None, force: bool) -> Path:
 
 
 def _default_file_name(name: str) -> str:
-    """Return the default file name, such as `anyaccel-evidence-cuda-h200-2026-11-15.json`."""
+    """Return the default name for the evidence file.
+
+    An example is `anyaccel-evidence-cuda-h200-2026-11-15.json`.
+    """
     from anyaccel.verification.probe_worker import make_probe_context
 
     spec = read_device(name)
@@ -146,7 +152,7 @@ def _print_pipelines(console: Console, pipelines: tuple[PipelineFinding, ...]) -
 
 
 def _summarize(verification: Verification, file: Path) -> list[str]:
-    """Return summary lines with the count of each verdict, the file path and the next step."""
+    """Return summary lines: the count of each verdict, the file path and how to contribute the file."""
     counts = Counter(finding.verdict for finding in verification.findings)
     lines = ["", ", ".join(f"{verdict}: {count}" for verdict, count in counts.items())]
     lines.append(f"written: {file}")

@@ -1,4 +1,4 @@
-"""`anyaccel warm`: ahead-of-time compilation, so the first image is generated as fast as later ones."""
+"""`anyaccel warm`: compiles a model ahead of time, so the first image is as fast as later ones."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Batch jobs, services and distributed ranks on several devices and machines, with or without Ray."""
+"""Batch jobs, servers and distributed programs on several devices and machines, optionally on Ray."""

@@ -17,7 +17,7 @@ __all__ = ["DeviceSlots", "check_workers", "claim_device", "find_device_slots", 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSlots:
-    """Devices of one type that are available to workers."""
+    """Devices of one type, or CPU cores, that workers can use."""
 
     device: str
     """Device argument of the workers."""
@@ -82,7 +82,10 @@ def _detect_slots(device: str) -> DeviceSlots:
 
 
 def slots_from_name(device: str) -> DeviceSlots:
-    """Return the slots described by a device name, without checking whether the cluster has such devices."""
+    """Return the slots for a device name, without checking whether the cluster has such devices.
+
+    Raises UsageError if the name of a real device includes an index, because Ray assigns the devices.
+    """
     from anyaccel.backends.device import read_device, sheet
 
     spec = read_device(device)
@@ -110,7 +113,7 @@ def _count_cores() -> int:
 
 
 def check_workers(slots: DeviceSlots, requested: int | None) -> int:
-    """Return the number of workers to start; raise if there are too few devices.
+    """Return the number of workers to start; raise UsageError if there are too few devices.
 
     The default is one worker per device, or a single worker on the CPU.
     """
@@ -125,7 +128,7 @@ def check_workers(slots: DeviceSlots, requested: int | None) -> int:
 
 
 def share_threads(workers: int) -> int | None:
-    """Return the number of CPU threads per worker, or None to use PyTorch's default."""
+    """Return the number of CPU threads per worker; None, PyTorch's default, if there is only one worker."""
     return max(1, _count_cores() // workers) if workers > 1 else None
 
 
@@ -135,9 +138,10 @@ def _format_count(slots: DeviceSlots) -> str:
 
 
 def claim_device(name: str) -> tuple[str, IO[bytes]]:
-    """Lock an unused device of type `name` on this machine; return its name, including the index, and the lock.
+    """Lock an unused device of type `name` on this machine, and return its indexed name and the lock.
 
-    Ray counts custom resources but does not assign device indices to them.
+    Ray counts custom resources but does not assign device indices to them, so workers on the same
+    machine use file locks to choose different devices.
     """
     # One folder per user, because another user could not open the lock files. Windows has no getuid.
     user = getattr(os, "getuid", int)()

@@ -48,9 +48,10 @@ _STARTED: list[bool] = []
 
 
 def join(address: str) -> None:
-    """Connect to the cluster at `host:port`; do nothing if already connected.
+    """Connect to the Ray cluster at `address` (`host:port`); do nothing if already connected.
 
-    `auto` connects to the cluster running on this machine, or starts one if there is none; `local` always starts one.
+    `auto` connects to the cluster running on this machine, or starts one if there is none. `local`
+    always starts a new one.
     """
     ray = import_ray()
     if ray.is_initialized():
@@ -79,7 +80,7 @@ def started_here() -> bool:
 
 
 def environment() -> dict[str, Any]:
-    """Return Ray's `runtime_env` with the environment variables that workers need from this process."""
+    """Return a Ray `runtime_env` with this process's Hugging Face and anyaccel environment variables."""
     return {"env_vars": {name: os.environ[name] for name in _FORWARDED_VARIABLES if name in os.environ}}
 
 
@@ -95,7 +96,10 @@ def resources_for(sheet: Sheet, virtual: bool) -> dict[str, Any]:
 
 
 def count_slots(sheet: Sheet, virtual: bool) -> int:
-    """Count the cluster's slots for a device: one per real device or CPU core, or four per core if virtual."""
+    """Return the number of workers that the cluster can run on a device type.
+
+    There is one worker per real device or CPU core, or four per CPU core for virtual devices.
+    """
     name, amount = _ray_resource(sheet, virtual)
     # Per node, since one worker cannot use the remainders of two machines.
     nodes = [node["Resources"] for node in import_ray().nodes() if node["Alive"]]
@@ -103,7 +107,7 @@ def count_slots(sheet: Sheet, virtual: bool) -> int:
 
 
 def check_slots(sheet: Sheet, virtual: bool, requested: int) -> None:
-    """Raise if the cluster has fewer slots for a device than the requested number of workers."""
+    """Raise UsageError if the cluster cannot run the requested number of workers on a device type."""
     available = count_slots(sheet, virtual)
     if requested <= available:
         return
@@ -123,7 +127,7 @@ def _ray_resource(sheet: Sheet, virtual: bool) -> tuple[str, float]:
 
 
 def import_ray() -> Any:
-    """Import Ray, or raise an error that says how to install it."""
+    """Import and return Ray; if it is not installed, raise UsageError with the install command."""
     try:
         import ray
     except ImportError as error:

@@ -1,9 +1,10 @@
 """`torchrun` for a Ray cluster: runs a program with one rank per device.
 
-    python -m anyaccel.cluster.torchrun_on_ray --ray 10.0.0.1:6379 --device hpu --ranks 8 program.py --its arguments
+    python -m anyaccel.cluster.torchrun_on_ray --ray 10.0.0.1:6379 --device hpu --ranks 8 program.py
 
-Each rank is a process with torchrun's environment variables, on any machine where Ray has a free device. If one rank
-fails, all ranks are terminated. The program must have the same path on all machines.
+Each rank is a process with torchrun's environment variables, on any machine where Ray has a free
+device. If one rank fails, all ranks are terminated. The program must have the same path on all
+machines.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ class _Rank:
 
 
 def run_ranks(command: Sequence[str], ranks: int, options: Mapping[str, Any]) -> list[RankResult]:
-    """Run a command as several ranks on the connected cluster; `options` are Ray actor options for each rank."""
+    """Run a command as several ranks on the connected Ray cluster, and return their results.
+
+    `options` are the Ray actor options for each rank. If one rank fails, the others are terminated.
+    """
     import ray
 
     actor_class = ray.remote(_Rank).options(**options, max_restarts=0)
@@ -92,7 +96,7 @@ def run_ranks(command: Sequence[str], ranks: int, options: Mapping[str, Any]) ->
 
 
 def _wait(ray: Any, pending: dict[Any, int]) -> list[RankResult]:
-    """Wait for all ranks and return their results, but stop waiting as soon as one rank fails.
+    """Wait for all ranks and return their results; if one fails, return the results so far.
 
     The remaining ranks would otherwise wait forever for the failed one.
     """
@@ -113,7 +117,7 @@ def _wait(ray: Any, pending: dict[Any, int]) -> list[RankResult]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a program as several ranks and print the output of rank 0."""
+    """Run a program as several ranks, print the output of rank 0 and return the exit status."""
     from anyaccel.backends.device import sheet
     from anyaccel.cluster.device_slots import slots_from_name
     from anyaccel.cluster.ray_cluster import check_slots, join, resources_for

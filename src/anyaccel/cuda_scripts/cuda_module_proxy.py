@@ -63,11 +63,11 @@ class CudaModuleProxy:
         self.current_stream = self.default_stream = self.Stream
 
     def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
-        """Ignore the call."""
+        """Accept any arguments and do nothing, for functions that have no effect on the actual device."""
 
     @property
     def nvtx(self) -> Any:
-        """NVTX markers for NVIDIA's profiler. They are ignored, because they do not affect the results."""
+        """Stub for the NVTX module: its functions do nothing, because only NVIDIA's profiler uses them."""
         self._migration.note("NVTX markers are ignored: they are only for NVIDIA's profiler")
         nothing = self._do_nothing
         return SimpleNamespace(range_push=nothing, range_pop=nothing, mark=nothing, range=lambda *a, **k: nullcontext())
@@ -85,15 +85,15 @@ class CudaModuleProxy:
 
     # Indices are relative to the selected device, like CUDA_VISIBLE_DEVICES.
     def device_count(self) -> int:
-        """Return the number of devices from the selected one onward."""
+        """Return the number of devices visible to the script, starting with the one set by `--device`."""
         return max(1, self._driver.count() - (self._migration.first.index or 0))
 
     def current_device(self) -> int:
-        """Return the index of the current device, relative to the selected one."""
+        """Return the index of the current device, counted from the one set by `--device`."""
         return (self._migration.device.index or 0) - (self._migration.first.index or 0)
 
     def set_device(self, device: Any) -> None:
-        """Set the current device, to which `cuda` without an index is mapped."""
+        """Set the current device, which `cuda` without an index refers to."""
         self._migration.device = self._migration.translate(device, "set_device")
 
     @contextmanager
@@ -119,7 +119,7 @@ class CudaModuleProxy:
         self._driver.synchronize(self._index(device))
 
     def empty_cache(self) -> None:
-        """Release the cached memory."""
+        """Release unused cached memory on the device."""
         self._driver.empty_cache()
 
     def get_device_name(self, device: Any = None) -> str:
@@ -132,7 +132,7 @@ class CudaModuleProxy:
         return (0, 0)
 
     def get_device_properties(self, device: Any = None) -> Any:
-        """Return the device properties that scripts read."""
+        """Return the device's name, total memory and a compute capability of (0, 0)."""
         major, minor = self.get_device_capability()
         total = self._read(lambda: self._driver.memory(self._index(device)).total_bytes)
         name = self.get_device_name(device)
@@ -148,11 +148,11 @@ class CudaModuleProxy:
         return not (isinstance(claim, Limit) and claim.effect in ("error", "wrong"))
 
     def is_current_stream_capturing(self) -> bool:
-        """Return False, because streams are never captured."""
+        """Return False, because CUDA graph capture is not supported."""
         return False
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the CPU generator, which draws all noise, and the device's generator."""
+        """Seed the CPU generator, which is used for all noise, and the device's generator."""
         self._driver.manual_seed(int(seed))
 
     def seed(self) -> None:
@@ -162,16 +162,16 @@ class CudaModuleProxy:
     seed_all = seed
 
     def initial_seed(self) -> int:
-        """Return the current seed."""
+        """Return the seed of the CPU generator, which is used for all noise."""
         return torch.initial_seed()
 
     # One random state for all devices: a seed gives the same image on each of them.
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """Return the CPU's RNG state, because the CPU draws all noise."""
+        """Return the RNG state of the CPU, which generates all noise."""
         return torch.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        """Set the CPU's RNG state."""
+        """Set the RNG state of the CPU, which generates all noise; `device` is ignored."""
         torch.set_rng_state(state)
 
     def get_rng_state_all(self) -> list[torch.Tensor]:
@@ -183,7 +183,7 @@ class CudaModuleProxy:
         torch.set_rng_state(next(iter(states)))
 
     def _read(self, read_statistic: Any) -> Any:
-        """Return a memory statistic, or NaN if the device does not report it."""
+        """Call `read_statistic` and return its result, or NaN if the device does not report the statistic."""
         try:
             return read_statistic()
         except NotMeasurableError as error:
@@ -191,11 +191,11 @@ class CudaModuleProxy:
             return _NOT_REPORTED
 
     def memory_allocated(self, device: Any = None) -> Any:
-        """Return the number of bytes in use by tensors."""
+        """Return the number of bytes in use on the device, or NaN if the device does not report it."""
         return self._read(lambda: self._driver.memory(self._index(device)).used_bytes)
 
     def max_memory_allocated(self, device: Any = None) -> Any:
-        """Return the peak number of bytes in use by tensors."""
+        """Return the peak number of bytes in use on the device, or NaN if the device does not report it."""
         return self._read(lambda: self._driver.max_memory(self._index(device)))
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
@@ -203,12 +203,12 @@ class CudaModuleProxy:
         self._read(lambda: self._driver.reset_peak_memory(self._index(device)))
 
     def mem_get_info(self, device: Any = None) -> tuple[Any, Any]:
-        """Return the free and total memory in bytes."""
+        """Return the free and total device memory in bytes, or NaN for both if they are not reported."""
         memory = self._read(lambda: self._driver.memory(self._index(device)))
         return (_NOT_REPORTED, _NOT_REPORTED) if memory is _NOT_REPORTED else (memory.free_bytes, memory.total_bytes)
 
     def memory_stats(self, device: Any = None) -> dict[str, Any]:
-        """Return the available memory statistics under the keys that scripts read."""
+        """Return the current and peak memory use under PyTorch's keys, such as `allocated_bytes.all.peak`."""
         used, peak = self.memory_allocated(device), self.max_memory_allocated(device)
         return {
             f"{kind}_bytes.all.{moment}": size
@@ -223,13 +223,13 @@ class CudaModuleProxy:
 
 
 def install_cuda_proxy(migration: Migration) -> None:
-    """Route a script's access to torch's CUDA module through the proxy."""
+    """Make scripts use the proxy instead of torch's CUDA module; libraries still use the real module."""
     module: Any = torch.get_device_module(migration.source_type)
     proxy = CudaModuleProxy(migration, module)
 
     # A new class instead of a new module: scripts and libraries may already hold the module object.
     class PatchedCudaModule(ModuleType):
-        """Module class that provides the proxy's attributes to scripts and the real attributes to libraries."""
+        """Module class that gives scripts the proxy's attributes and libraries the real ones."""
 
         def __getattribute__(self, name: str) -> Any:
             # The caller decides: diffusers needs the real CUDA module, the script the proxy.

@@ -52,13 +52,13 @@ def install_library_patches(migration: Migration) -> None:
 
 
 class _PatchOnImport(importlib.abc.MetaPathFinder):
-    """Import hook that patches a module right after it is executed."""
+    """Import hook that patches a module right after the module is executed."""
 
     def __init__(self, pending: dict[str, ModulePatch], migration: Migration) -> None:
         self.pending, self.migration = pending, migration
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return the module's own spec, with a loader that patches the module after executing it."""
+        """Return the module's own import spec, with a loader that patches the module after executing it."""
         # pop, not get: importlib.util.find_spec calls this method again, which must return None then.
         patch = self.pending.pop(name, None)
         spec = importlib.util.find_spec(name) if patch is not None else None
@@ -108,7 +108,7 @@ def _patch_modular_pipelines(module: ModuleType, migration: Migration) -> None:
 
 
 def _patch_portable(module: ModuleType, migration: Migration) -> None:
-    """Translate the device arguments of portable pipelines, which handle their own placement."""
+    """Map the device arguments of pipelines that already have anyaccel's `to` and offload methods."""
 
     def make_to(before: Callable[..., Any]) -> Callable[..., Any]:
         def to(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +163,10 @@ def _ignore_xformers(cls: Any, migration: Migration) -> None:
 
 
 def _patch_to(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """Make `pipe.to("cuda")` place the pipeline; leave calls that do not name an accelerator unchanged."""
+    """Return a `pipe.to` method that places the pipeline on the actual device when called with `cuda`.
+
+    Calls that do not name an accelerator are unchanged.
+    """
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         from anyaccel.runtime.pipeline import Portable  # here: it imports diffusers, which the script may configure
@@ -188,7 +191,7 @@ def _is_accelerator(value: Any, migration: Migration) -> bool:
 
 
 def place_script_pipeline(pipe: Any, device: torch.device, dtype: torch.dtype | None, migration: Migration) -> Any:
-    """Place a pipeline with the script's dtypes if the device supports them."""
+    """Place a pipeline on the device, in the script's dtypes if the device supports them."""
     from anyaccel.runtime.pipeline import Portable, make_portable, place
 
     dtypes = {} if dtype is not None else _read_dtypes(pipe)
@@ -216,14 +219,14 @@ def _restore_dtypes(dtypes: dict[Any, torch.dtype], device: torch.device) -> Non
 
 
 def _find_target(gpu_id: int | None, device: Any, call: str, migration: Migration) -> Any:
-    """Return the device on which offloaded models run."""
+    """Return the actual device for `gpu_id` or `device`, the arguments of diffusers' offload methods."""
     if device is not None:
         return migration.translate(device, call)
     return migration.translate(migration.source_type if gpu_id is None else gpu_id, call)
 
 
 def _patch_offload(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """Make the pipeline portable before offloading, so that anyaccel plans it for the actual device."""
+    """Make a CPU offload method plan the pipeline for the actual device before offloading it."""
 
     def enable(self: Any, gpu_id: int | None = None, device: Any = None) -> None:
         from anyaccel.runtime.pipeline import Portable, make_portable
@@ -246,7 +249,7 @@ def _patch_offload(before: Callable[..., Any], migration: Migration) -> Callable
 
 
 def _patch_group_offload(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """Translate the device argument of the group offloading call and place the pipeline."""
+    """Make `enable_group_offload` place the pipeline on the actual device."""
 
     def enable(self: Any, onload_device: Any, *args: Any, use_stream: bool = False, **kwargs: Any) -> None:
         from anyaccel.runtime.pipeline import make_portable
@@ -270,7 +273,7 @@ def _patch_group_offload(before: Callable[..., Any], migration: Migration) -> Ca
 
 
 def _patch_pipeline_loading(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """Make `from_pretrained(…, device_map="cuda")` load to the CPU, then place the pipeline."""
+    """Make `from_pretrained(…, device_map='cuda')` load the pipeline to the CPU and then place it."""
 
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         device = _pop_device_map(kwargs, migration)
@@ -285,7 +288,7 @@ def _patch_pipeline_loading(before: Callable[..., Any], migration: Migration) ->
 
 
 def _patch_model_loading(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """Make a model's `from_pretrained(…, device_map="cuda")` load to the CPU, then move the model to the device."""
+    """Make a model's `from_pretrained` with `device_map='cuda'` load to the CPU and then move the model."""
 
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         device = _pop_device_map(kwargs, migration)
@@ -296,7 +299,11 @@ def _patch_model_loading(before: Callable[..., Any], migration: Migration) -> Ca
 
 
 def _pop_device_map(options: dict[str, Any], migration: Migration) -> torch.device | None:
-    """Remove a single-device `device_map` from the options and return its device; translate any other map."""
+    """Remove `device_map` from the options if it maps to a single device, and return that device.
+
+    Automatic maps such as `auto` also map to a single device. In any other map, replace `cuda` with the
+    actual device and return None.
+    """
     device_map = options.get("device_map")
     if isinstance(device_map, dict):
         devices = {module: migration.translate(value, "device_map") for module, value in device_map.items()}
@@ -317,7 +324,10 @@ def _pop_device_map(options: dict[str, Any], migration: Migration) -> torch.devi
 
 
 def _patch_from_pipe(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """Make `from_pipe(pipe)` inherit the placement, because it reuses components that are already on the device."""
+    """Make the pipeline returned by `from_pipe(pipe)` inherit the placement of `pipe`.
+
+    The new pipeline reuses components that are already on the device.
+    """
 
     def from_pipe(cls: Any, pipeline: Any, **kwargs: Any) -> Any:
         from anyaccel.runtime.pipeline import inherit_placement, make_portable

@@ -42,12 +42,12 @@ class ScriptLine:
 
 
 def is_device_aware_library(frame: FrameType) -> bool:
-    """Return whether a frame belongs to a library that supports multiple devices rather than to a script."""
+    """Return whether a stack frame belongs to a multi-device library such as diffusers, not to a script."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _DEVICE_AWARE
 
 
 def read_site(depth: int = 1) -> ScriptLine | None:
-    """Return the innermost script line on the stack, or None in a thread started by a library."""
+    """Return the innermost line of script code on the call stack, or None if there is none."""
     # Skip the frames of torch and diffusers between the script and this function.
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None and is_device_aware_library(frame):
@@ -57,7 +57,7 @@ def read_site(depth: int = 1) -> ScriptLine | None:
 
 @dataclass
 class Migration:
-    """The device that `cuda` is mapped to, with a record of the mapped calls."""
+    """The device that `cuda` is mapped to in a script, with a record of the mapped calls."""
 
     opened: OpenDevice
     device: torch.device = field(init=False)
@@ -98,14 +98,17 @@ class Migration:
         return isinstance(value, str | torch.device) and is_on(value, self.source_type)
 
     def translate(self, value: Any, call: str) -> Any:
-        """Map a device and record the line; return any other value unchanged."""
+        """Map a `cuda` device to the actual device and record the line; return other values unchanged."""
         mapped = self.map_device(value, call)
         if mapped is not value:
             self.record(call)
         return mapped
 
     def map_device(self, value: Any, call: str) -> Any:
-        """Map a device without recording it; an integer is a device index, as in torch."""
+        """Map a `cuda` device or a device index to the actual device, without recording the line.
+
+        Other values are returned unchanged.
+        """
         if isinstance(value, int) and not isinstance(value, bool):
             return self.device_at(value, call)
         if not self.is_source_device(value):
@@ -114,7 +117,10 @@ class Migration:
         return self.device if index is None else self.device_at(index, call)
 
     def device_at(self, index: int, call: str) -> torch.device:
-        """Return the device at an index relative to the selected device."""
+        """Return the device at an index counted from the one set by `--device`.
+
+        Raises UnmappedError if the device does not exist.
+        """
         # All CUDA indices map to the only CPU.
         if is_host(self.first):
             return self.first
@@ -134,11 +140,11 @@ class Migration:
             self.sites.setdefault(site, {})[call] = None
 
     def note(self, text: str) -> None:
-        """Add a note to the summary; repeated notes are shown once, with the first line that caused them."""
+        """Add a note to the summary; a repeated note is shown only once, with the first line that caused it."""
         self.notes.setdefault(text, read_site())  # a note in a loop would fill the screen
 
     def summarize(self, verbose: bool = False) -> list[str]:
-        """Return the summary as lines of text."""
+        """Return the summary as lines of text; `verbose` adds a list of all mapped script lines."""
         count = len(self.sites)
         placed = f"; {self.pipelines} pipeline{'s' if self.pipelines != 1 else ''} placed"
         lines_used = f"on {count} line{'s' if count != 1 else ''}"

@@ -37,7 +37,7 @@ _INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 
 def start_migration(device: str) -> Any:
-    """Open the device, map `cuda` to it in this process, and return the migration."""
+    """Open the device, map `cuda` to it in this process, and return the `Migration`."""
     from anyaccel.planning.options import PlacementOptions
     from anyaccel.runtime.placement.place import resolve_device
 
@@ -61,7 +61,7 @@ def start_migration(device: str) -> Any:
 
 
 def run_script(path: str, arguments: Sequence[str], device: str = "auto", verbose: bool = False) -> int:
-    """Run a script and return its exit status. SystemExit propagates to the caller."""
+    """Run a CUDA script on a device and return its exit status; SystemExit propagates to the caller."""
     code = _read_code(path)
     migration = start_migration(device)
     sys.argv = [path, *arguments]
@@ -122,7 +122,7 @@ def _wait_for_threads() -> None:
 
 
 def _note_cause(error: Exception, migration: Any) -> None:
-    """Add a note with the line and the reason if the error comes from a feature that cannot be mapped."""
+    """If an error was caused by a CUDA-only feature, add the script line and the reason to the summary."""
     reason = _find_reason(error, migration.source_type)
     if reason and not isinstance(error, AnyaccelError):
         line = _find_script_line(error.__traceback__)
@@ -154,7 +154,7 @@ def _list_frames(trace: TracebackType | None) -> list[Any]:
 
 
 def _find_script_line(trace: TracebackType | None) -> Any:
-    """Return the innermost script line in a traceback."""
+    """Return the innermost script line in a traceback, or None if there is none."""
     from anyaccel.cuda_scripts.migration import ScriptLine, is_device_aware_library
 
     site = None

@@ -30,7 +30,7 @@ _BUILDERS = ("tensor", "as_tensor", "asarray", "from_dlpack")
 
 
 class ScriptFunctionMode(PipelineFunctionMode):
-    """Mode that maps the device in a torch call, then applies the pipeline workarounds."""
+    """`__torch_function__` mode that maps `cuda` in torch calls, then applies the device's workarounds."""
 
     def __init__(self, migration: Migration, mode: PipelineFunctionMode) -> None:
         # Only the keys are used, to know which functions draw random values.
@@ -51,7 +51,7 @@ class ScriptFunctionMode(PipelineFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Map the device in a torch call, then run the call."""
+        """Map `cuda` in a torch call to the actual device, then run the call."""
         # Before the handlers of the pipeline mode, which expect the actual device.
         translator = self.translators.get(func)
         if translator is not None:
@@ -68,12 +68,12 @@ class ScriptFunctionMode(PipelineFunctionMode):
     def _translate_keyword(
         self, func: Any, args: tuple[Any, ...], kwargs: Kwargs
     ) -> tuple[Any, tuple[Any, ...], Kwargs]:
-        """Translate the `device` keyword argument, as in `torch.zeros(…, device=…)`."""
+        """Map the `device` keyword argument of a call, as in `torch.zeros(…, device=…)`."""
         device = self.migration.translate(kwargs.get("device"), getattr(func, "__name__", "device="))
         return func, args, {**kwargs, "device": device}
 
     def _translate_to(self, func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[Any, tuple[Any, ...], Kwargs]:
-        """Translate the device in `tensor.to(…)`, which is the first argument or a keyword argument."""
+        """Map the device in `tensor.to(…)`, which is the first argument or a keyword argument."""
         if len(args) > 1:
             args = (args[0], self.migration.translate(args[1], "to"), *args[2:])
         if kwargs.get("device") is not None:
@@ -81,7 +81,7 @@ class ScriptFunctionMode(PipelineFunctionMode):
         return func, args, kwargs
 
     def _translate_cuda(self, func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[Any, tuple[Any, ...], Kwargs]:
-        """Translate `tensor.cuda(…)` to `tensor.to(…)`."""
+        """Convert `tensor.cuda(…)` to `tensor.to(…)` with the actual device."""
         kwargs = dict(kwargs)
         requested = args[1] if len(args) > 1 else kwargs.pop("device", None)
         name = f"{self.migration.source_type}()"
@@ -92,7 +92,10 @@ class ScriptFunctionMode(PipelineFunctionMode):
         return Tensor.to, (args[0], device), kwargs
 
     def _is_on_accelerator(self, tensor: Any, frame: Any) -> bool:
-        """Return the value of `tensor.is_cuda`: for scripts, whether the tensor is on the accelerator; else False."""
+        """Return the value of `tensor.is_cuda` for the caller's stack frame.
+
+        For a script, it is whether the tensor is on the actual device. For a library, it is always False.
+        """
         return not is_device_aware_library(frame) and is_on(tensor.device, self.migration.device.type)
 
     def _pin(self, func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
@@ -105,7 +108,7 @@ class ScriptFunctionMode(PipelineFunctionMode):
 
 
 def install_function_mode(migration: Migration) -> ScriptFunctionMode:
-    """Enter the mode in this thread and in every thread that is started later."""
+    """Enter a `ScriptFunctionMode` in this thread and in every thread that is started later."""
     mode = make_pipeline_function_mode(migration.make_plan(), migration.device)
     for name in _BUILDERS:
         apply_patch(f"torch.{name}", lambda build: _translate_builder(build, migration), "scripts")
@@ -133,7 +136,7 @@ def install_function_mode(migration: Migration) -> ScriptFunctionMode:
 
 
 def _draw_on_device(handler: Handler) -> Handler:
-    """Apply the handler only to random draws on the device; leave draws on the CPU unchanged."""
+    """Return a handler that applies `handler` only to random functions on the device, not on the CPU."""
 
     def draw(func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         device = kwargs.get("device") or next((value.device for value in args if isinstance(value, Tensor)), None)
@@ -144,11 +147,14 @@ def _draw_on_device(handler: Handler) -> Handler:
 
 
 def _ignore_stream(self: Tensor, stream: Any) -> None:
-    """Ignore the stream: the device has only one, so memory is never reused too early."""
+    """Do nothing instead of `Tensor.record_stream`, because the device has only one stream."""
 
 
 def _translate_builder(build: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """Translate the `device` argument of `torch.tensor` and similar functions before a virtual device reads it."""
+    """Return a version of `torch.tensor` or a similar function that maps its `device` argument.
+
+    These functions read the device before a `__torch_function__` mode runs.
+    """
 
     @functools.wraps(build)
     def build_on_device(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Patches for torch calls that bypass `__torch_function__`: generators, autocast, default devices, load, compile."""
+"""Patches for torch APIs that bypass `__torch_function__`, such as `torch.Generator` and `torch.load`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GENERIC_BACKENDS = ("inductor", "cudagraphs", None)
 
 
 def install_torch_patches(migration: Migration) -> None:
-    """Apply the patches, which remain in effect until the process ends."""
+    """Apply the patches that map `cuda`; they remain in effect until the process ends."""
     apply_patch("torch.Generator", lambda original: _use_cpu_generator(original, migration), "scripts")
     _translate_first_argument("torch.amp.autocast_mode.autocast", "device_type", migration)
     _translate_first_argument("torch.amp.grad_scaler.GradScaler", "device", migration)
@@ -30,7 +30,10 @@ def install_torch_patches(migration: Migration) -> None:
 
 
 def _use_cpu_generator(original: Any, migration: Migration) -> Any:
-    """Make `torch.Generator("cuda")` a CPU generator, so that a seed produces the same noise on every device."""
+    """Return a `torch.Generator` replacement that always creates CPU generators.
+
+    A seed then produces the same noise on every device.
+    """
 
     def build(device: Any = "cpu") -> Any:
         migration.translate(device, "Generator")
@@ -40,7 +43,10 @@ def _use_cpu_generator(original: Any, migration: Migration) -> Any:
 
 
 def _translate_first_argument(class_name: str, name: str, migration: Migration, with_index: bool = False) -> None:
-    """Patch a constructor to translate its first argument (a device or device type) and adjust its `dtype`."""
+    """Patch a constructor so that it maps the device or device type in its first argument.
+
+    A `dtype` argument is replaced if the actual device does not support it.
+    """
     call = class_name.rpartition(".")[2]
 
     def change(initialize: Any) -> Any:
@@ -59,7 +65,7 @@ def _translate_first_argument(class_name: str, name: str, migration: Migration, 
 
 
 def _translate_map_location(load: Any, migration: Migration) -> Any:
-    """Translate the `map_location` argument of `torch.load`."""
+    """Return a `torch.load` replacement that maps `cuda` in the `map_location` argument."""
 
     @functools.wraps(load)
     def load_mapped(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +103,7 @@ def _choose_backend(original: Any, migration: Migration) -> Any:
 
 
 def _find_skip_reason(backend: str, migration: Migration) -> str:
-    """Return why the model is not compiled, or an empty string if it is."""
+    """Return why `torch.compile` is ignored on the device, or an empty string if it is not."""
     if not backend:
         return "torch.compile is ignored: the device has no known compiler"
     if backend in _GENERIC_BACKENDS and find_device(migration.opened.sheet.name).virtual:

@@ -1,1 +1,1 @@
-"""The small text-to-image model included in anyaccel; it draws about a thousand objects."""
+"""Small text-to-image model included in anyaccel; it can draw about a thousand objects."""

@@ -1,13 +1,13 @@
-"""Object recognition for images from the embedded model, by comparison with the glyphs in its training data.
+"""Object recognition for images from the embedded model, by comparison with its training glyphs.
 
 1. The median color of the border, rounded to the nearest training color, is the background color.
-2. The pixels that differ from the background are cropped and scaled to a small square, the descriptor.
+2. Pixels that differ from the background are cropped and scaled to a small square, the descriptor.
 3. The result is the training glyph with the nearest descriptor on the same background.
 
 Glyphs that this method cannot distinguish share a group. The groups were fixed before training.
 
-Known limitations: only objects from the training data are recognized, and only if they differ from the background
-color. Two objects are separated by splitting the image in the middle.
+Known limitations: only objects from the training data are recognized, and only if they differ from
+the background color. To recognize two objects, the image is split in the middle.
 """
 
 from __future__ import annotations
@@ -67,19 +67,19 @@ class Verdict:
 
 
 class Judge:
-    """An object recognizer: `load_judge().classify(image).names[0]`."""
+    """Recognizer for objects drawn by the embedded model: `load_judge().classify(image).names[0]`."""
 
     def __init__(self, glyphs: Array, names: list[str], groups: list[int]) -> None:
         self.glyphs, self.names, self.groups = glyphs, names, groups
         self._descriptors: dict[str, Array] = {}
 
     def background(self, image: Image.Image) -> str:
-        """Return the name of the background color."""
+        """Return the name of the training background color that is closest to the color of the image border."""
         color = _border_color(_as_array(image)) * 255
         return min(BACKGROUNDS, key=lambda name: float(((np.asarray(BACKGROUNDS[name]) - color) ** 2).sum()))
 
     def classify(self, image: Image.Image, side: str = "whole", best: int = 5) -> Verdict:
-        """Return the `best` closest objects for the `whole` image, or for its `left` or `right` half."""
+        """Return the `best` most similar objects in the `whole` image, or in its `left` or `right` half."""
         pixels = _as_array(image)
         references = self._reference_descriptors(self.background(image))
         background = _border_color(pixels)
@@ -98,11 +98,11 @@ class Judge:
         return Verdict(names, groups, float(np.sqrt(distances[ranking[0]])))
 
     def group_of(self, name: str) -> int:
-        """Return the group that an object belongs to."""
+        """Return the number of the group of indistinguishable objects that an object belongs to."""
         return self.groups[self.names.index(name)]
 
     def _reference_descriptors(self, background: str) -> Array:
-        """Return the descriptors of all glyphs on a background color."""
+        """Return the descriptors (small square images) of all glyphs on a background color."""
         if background not in self._descriptors:
             color = np.asarray(BACKGROUNDS[background], np.float32) / 255
             self._descriptors[background] = np.stack([self._describe_glyph(glyph, color) for glyph in self.glyphs])
@@ -110,7 +110,7 @@ class Judge:
 
     @staticmethod
     def _describe_glyph(glyph: Array, color: Array) -> Array:
-        """Return the descriptor of a glyph drawn on a background color."""
+        """Return the descriptor (a small square image) of a glyph drawn on a background color."""
         alpha = glyph[..., 3:]
         # A margin of 8 pixels, because some glyphs touch the border of their tile.
         drawn = np.pad(glyph[..., :3] * alpha + color * (1 - alpha), ((8, 8), (8, 8), (0, 0)), constant_values=-1)
@@ -122,7 +122,7 @@ class Judge:
 
 @functools.cache
 def load_judge() -> Judge:
-    """Return a judge with the embedded model's glyphs."""
+    """Return an object recognizer with the glyphs from the embedded model's training data."""
     things = json.loads((_FOLDER / "things.json").read_text(encoding="utf-8"))["things"]
     with Image.open(_FOLDER / "glyphs.webp") as sheet:
         pixels = np.asarray(sheet.convert("RGBA"), np.float32) / 255
@@ -137,14 +137,17 @@ def _as_array(image: Image.Image) -> Array:
 
 
 def _border_color(pixels: Array) -> Array:
-    """Return the median color of the two-pixel border."""
+    """Return the median color of the image's two-pixel border."""
     edge = [pixels[:2].reshape(-1, 3), pixels[-2:].reshape(-1, 3), pixels[:, :2].reshape(-1, 3)]
     color: Array = np.median(np.concatenate([*edge, pixels[:, -2:].reshape(-1, 3)]), axis=0)
     return color
 
 
 def _find_box(pixels: Array, background: Array) -> tuple[float, float, float, float] | None:
-    """Return the bounding box (top, left, bottom, right) of the pixels that differ from the background, or None."""
+    """Return the bounding box of the pixels that differ from the background, or None if there are none.
+
+    The box is (top, left, bottom, right).
+    """
     difference = np.abs(pixels - background).max(2)
     padded = np.pad(difference, 1, mode="edge")
     height, width = difference.shape
@@ -160,7 +163,7 @@ def _find_box(pixels: Array, background: Array) -> tuple[float, float, float, fl
 def _crop(
     pixels: Array, box: tuple[float, float, float, float], background: Array, jitter: tuple[tuple[float, ...], ...]
 ) -> Array:
-    """Crop the box to a square on the background; return one shifted and scaled descriptor per jitter entry."""
+    """Crop a box to a square, and return one small resized copy per shift and zoom factor in `jitter`."""
     top, left, bottom, right = box
     longest = max(bottom - top, right - left)
     margin = int(longest) + 2

@@ -22,7 +22,7 @@ _PLURAL_ENDINGS = (("ies", "y"), ("ves", "f"), ("es", ""), ("s", ""))
 
 
 def find_unknown_words(prompt: str) -> list[str]:
-    """Return the words in a prompt that do not occur in any training caption, in prompt order."""
+    """Return the words in a prompt that are not in the embedded model's vocabulary, in prompt order."""
     words = re.findall(r"[^\W_][\w'’-]*", prompt.lower())
     return [word for word in dict.fromkeys(words) if not _is_known(word)]
 

@@ -1,1 +1,1 @@
-"""Virtual accelerators, which enforce the limits on a device's sheet on a CPU."""
+"""Virtual accelerators: devices that run on the CPU and enforce the limits on a real device's sheet."""

@@ -19,7 +19,7 @@ __all__ = ["VirtualAccelerator"]
 
 @dataclass
 class VirtualAccelerator:
-    """A virtual accelerator: its sheet, its devices, their memory, and the ledger of limits that a program hit."""
+    """A virtual accelerator: its sheet, devices and memory, and a ledger of the limits that were hit."""
 
     sheet: Sheet
     count: int = 1
@@ -37,7 +37,10 @@ class VirtualAccelerator:
         self.round_trips = 0
 
     def restart(self, sheet: Sheet, capacity_bytes: int | None, strict: bool) -> None:
-        """Restart enforcement with new options and an empty ledger; live tensors still count toward memory use."""
+        """Restart the enforcement of limits with new options and an empty ledger.
+
+        Tensors that are still alive continue to count toward the memory use.
+        """
         self.sheet, self.strict, self.capacity_bytes = sheet, strict, capacity_bytes
         self.limits = LimitIndex(sheet)
         # Not a new tracker: tensors of the previous run still use memory.
@@ -50,7 +53,7 @@ class VirtualAccelerator:
 
     @property
     def name(self) -> str:
-        """The torch device type."""
+        """The torch device type, such as `hpu`."""
         return self.sheet.torch_name
 
     def device(self, index: int | None = None) -> torch.device:
@@ -58,13 +61,16 @@ class VirtualAccelerator:
         return torch.device(self.name, self.current_index if index is None else index)
 
     def check_index(self, index: int) -> int:
-        """Return the index; if it is out of range, raise the same error as torch."""
+        """Return the index; raise RuntimeError, as torch does, if it is out of range."""
         if not 0 <= index < self.count:
             raise RuntimeError(f"{self.name}:{index}: invalid device ordinal; the device count is {self.count}")
         return index
 
     def hit_limit(self, name: str, limit: Limit, operation: str) -> None:
-        """Record that an operation hit a limit; in strict mode, raise the device's error."""
+        """Record in the ledger that an operation hit a limit.
+
+        In strict mode, raise LimitError if the effect of the limit is `error`.
+        """
         if not self.enforcing:
             return
         file, line = self.ledger.record(name, limit.effect, operation)
@@ -78,7 +84,7 @@ class VirtualAccelerator:
             )
 
     def record_host_read(self, operation: str) -> None:
-        """Count a device-to-CPU read; record it if the sheet lists it as a limit."""
+        """Count a device-to-CPU read; add it to the ledger if the sheet lists such reads as a limit."""
         # Unlike the ledger, this counter also covers devices without the limit.
         self.round_trips += 1
         if self.limits.round_trip is not None:

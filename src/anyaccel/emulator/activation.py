@@ -66,7 +66,10 @@ def start(name: str, count: int = 1, memory: str | int | None = None, strict: bo
 
 
 def start_spec(spec: DeviceSpec) -> DeviceSpec:
-    """Start a spec's virtual devices unless they are already running; return the spec of the device to open."""
+    """Start the virtual devices that a spec describes, unless they are already running.
+
+    Returns the spec of the device to open.
+    """
     if not find_device(spec.name).virtual:
         start(spec.name, count=spec.require_count(), memory=spec.product or spec.memory, strict=spec.strict)
     return DeviceSpec(name=spec.name, index=spec.index, given_by=spec.given_by)
@@ -93,7 +96,11 @@ def _install(accelerator: VirtualAccelerator) -> VirtualAccelerator:
 def _restart(
     running: VirtualAccelerator, sheet: Sheet, count: int, capacity: int | None, strict: bool
 ) -> VirtualAccelerator:
-    """Restart the process's only virtual accelerator with new options and an empty ledger."""
+    """Restart the process's only virtual accelerator with new options and an empty ledger.
+
+    Raises VirtualDeviceError if it is still active, has a different device type, or has fewer than
+    `count` devices.
+    """
     if running.name != sheet.torch_name:
         raise VirtualDeviceError(
             f"this process already has a virtual {running.name}; torch cannot unregister a device type",
@@ -115,7 +122,10 @@ def _restart(
 
 
 def _read_product(sheet: Sheet, memory: str | int | None) -> tuple[Sheet, int | None]:
-    """Return the sheet, restricted to a product if `memory` names one, and the capacity in bytes."""
+    """Return the sheet and the memory capacity in bytes; `memory` is a size, a product name or None.
+
+    If `memory` is a product name, the sheet contains only the limits for that product.
+    """
     versions = this_machine().versions
     if memory is None:
         return sheet.on(versions=versions), None

@@ -1,8 +1,8 @@
-"""Entry point for torch's device autoloading: `ANYACCEL_VIRTUAL` gives any program a virtual accelerator.
+"""Entry point for torch's device autoloading; `ANYACCEL_VIRTUAL` starts a virtual accelerator.
 
-Torch calls it at import (https://docs.pytorch.org/docs/stable/accelerator/autoload.html). If the variable
-is not set, only standard library modules are imported. Errors are printed on one line, because an
-exception would make `import torch` fail with a long traceback.
+Torch calls it at import (https://docs.pytorch.org/docs/stable/accelerator/autoload.html). If the
+variable is not set, only standard library modules are imported. Errors are printed on one line,
+because an exception would make `import torch` fail with a long traceback.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LEDGER_VARIABLE = "ANYACCEL_VIRTUAL_LEDGER"
 
 
 def autoload() -> None:
-    """Start the virtual accelerator named by the environment variable, if the variable is set."""
+    """Start the virtual accelerator that `ANYACCEL_VIRTUAL` names, if the variable is set."""
     request = os.environ.get(VARIABLE)
     if not request:
         return
@@ -54,7 +54,10 @@ def _start(request: str) -> None:
 
 
 def _find_ledger_path() -> str:
-    """Return the absolute path of the ledger file. A child process adds its process ID to the file name."""
+    """Return the absolute path of the ledger file, or an empty string if none is configured.
+
+    In a child process, the file name includes the process ID.
+    """
     value = os.environ.get(LEDGER_VARIABLE, "")
     if not value:
         return ""

@@ -24,7 +24,7 @@ __all__ = ["install_collectives"]
 
 
 def install_collectives(accelerator: VirtualAccelerator) -> None:
-    """Register the distributed backend that the sheet names, and make its package importable."""
+    """Register the `torch.distributed` backend that the sheet names, and make its package importable."""
     distributed = accelerator.sheet.distributed
     if not isinstance(distributed, Distributed) or not torch.distributed.is_available():
         return
@@ -38,7 +38,7 @@ def install_collectives(accelerator: VirtualAccelerator) -> None:
 
 
 def _replace_builtin_backend(name: str) -> None:
-    """Replace a backend whose name torch knows but which this torch build does not include."""
+    """Use gloo for a built-in `torch.distributed` backend that this torch build does not include."""
     module = torch.distributed.distributed_c10d
     # A torch built with the backend would use the real one; only a missing backend is replaced.
     if not getattr(module, f"is_{name}_available", lambda: True)():

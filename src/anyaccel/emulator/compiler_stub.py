@@ -1,8 +1,9 @@
-"""Stub for the vendor's compiler: `torch.compile(backend="neuron")` on a virtual device.
+"""Stub for the vendor's compiler: `torch.compile(backend='neuron')` on a virtual device.
 
-The stub compiles nothing: a graph runs operation by operation, and each operation is checked against the limits. It
-records what a vendor's compiler would do: one graph per set of input shapes, the line of each graph break, and one
-artifact file per graph in the vendor's cache folder, from which later processes load it.
+The stub compiles nothing: it runs a graph operation by operation and checks each operation against
+the limits. Like a vendor's compiler, it records one graph per set of input shapes and the source
+line of each graph break, and writes one artifact file per graph to the vendor's cache folder for
+later processes.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class GraphBreak:
 
 @dataclass
 class CompileLog:
-    """Graphs and graph breaks in this process."""
+    """Log of the graphs and graph breaks from torch.compile in this process."""
 
     graphs: list[Graph] = field(default_factory=list)
     breaks: list[GraphBreak] = field(default_factory=list)
@@ -74,7 +75,7 @@ class CompileLog:
 
     @property
     def compiled(self) -> int:
-        """Number of graphs that were not in the cache."""
+        """Number of graphs that were compiled because the cache did not contain them."""
         return sum(not graph.from_cache for graph in self.graphs)
 
     @property
@@ -84,7 +85,7 @@ class CompileLog:
 
 
 def install_compiler(accelerator: VirtualAccelerator) -> None:
-    """Register the vendor's backend with torch.compile, if the sheet names one that torch does not provide."""
+    """Register the stub as the torch.compile backend that the sheet names, unless that is inductor."""
     skip_in_graphs(__package__)  # dynamo must not trace the emulator into a program's graph
     compiler = accelerator.sheet.compiler
     if not isinstance(compiler, Compiler) or compiler.backend == "inductor":
@@ -136,21 +137,27 @@ def _record_graph(
 
 
 def _format_input(value: Any) -> str:
-    """Return an input as `float32[1, 4]`, without its device index, because all devices share artifacts."""
+    """Format a graph input, such as `float32[1, 4]` for a tensor.
+
+    The device is omitted, because all devices share the compiled artifacts.
+    """
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return f"{type(value).__name__}:{value}"
 
 
 def find_artifact_folder(compiler: Compiler) -> Path | None:
-    """Return the cache folder named by the vendor's environment variable, if the variable is set."""
+    """Return the compiler's cache folder from the vendor's environment variable, or None if it is not set."""
     # Gaudi's PT_HPU_RECIPE_CACHE_CONFIG is "folder,delete,size".
     folder = os.environ.get(compiler.cache_variable, "").split(",")[0] if compiler.cache_variable else ""
     return Path(folder) if folder else None
 
 
 def _load_or_write_artifact(compiler: Compiler, digest: str, inputs: tuple[str, ...]) -> bool:
-    """Return whether the graph's artifact exists; write it if it is missing or corrupted."""
+    """Return whether the graph's artifact is in the cache folder; if not, write it.
+
+    Raises VirtualDeviceError if the artifact was written by a different compiler version.
+    """
     folder = find_artifact_folder(compiler)
     if folder is None:
         return False
@@ -181,7 +188,7 @@ def _read_artifact(path: Path, digest: str) -> dict[str, Any] | None:
 
 
 def _record_graph_breaks(log: CompileLog) -> None:
-    """Record graph breaks from torch's debug log, the only place where they are reported."""
+    """Collect graph breaks from torch's debug log, because torch does not report them anywhere else."""
 
     class GraphBreakHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

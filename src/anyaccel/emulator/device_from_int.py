@@ -1,4 +1,7 @@
-"""Support for `torch.device(0)`: torch's C++ code accepts an index only for accelerators it was built for."""
+"""Support for `torch.device(0)` on virtual devices.
+
+Torch's C++ code accepts an index without a device type only for accelerators that it was built for.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ __all__ = ["install_ordinal_devices"]
 
 
 def install_ordinal_devices(accelerator: VirtualAccelerator) -> None:
-    """Make `torch.device(0)` return the virtual device; leave other calls unchanged."""
+    """Make `torch.device(index)` return a virtual device; leave other calls unchanged."""
 
     def replace(original: Any) -> Any:
         def build(*args: Any, **kwargs: Any) -> torch.device:

@@ -50,7 +50,10 @@ def _is_virtual(device: Any, accelerator: VirtualAccelerator) -> bool:
 
 
 def _build_on_cpu(build: Callable[..., torch.Tensor], accelerator: VirtualAccelerator) -> Callable[..., torch.Tensor]:
-    """Build the tensor on the CPU, then move it, because `torch.tensor` writes its data before dispatch."""
+    """Make `torch.tensor` and similar functions build the tensor on the CPU and then move it.
+
+    The original functions write the data before the call is dispatched to the virtual device.
+    """
 
     @functools.wraps(build)
     def build_and_move(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -86,7 +89,7 @@ def _read_scalars(data: Any) -> Any:
 
 
 def _build_from_device_scalars(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Support device scalars in `torch.Tensor([x, y])`; each one counts as a device-to-CPU read."""
+    """Make `torch.Tensor([x, y])` accept scalars on the device; each counts as a device-to-CPU read."""
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is torch.Tensor and args and isinstance(args[0], list | tuple):
@@ -97,10 +100,10 @@ def _build_from_device_scalars(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _swap_parameters(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Swap parameters when a module moves to or from the device, so that tied weights stay tied.
+    """Make `nn.Module._apply` swap parameters when a module moves to or from the virtual device.
 
-    Swapping preserves the identity of the parameters. By default, torch assigns `.data`, which would put CPU data
-    into a device tensor's wrapper.
+    Swapping keeps the parameter objects, so tied weights stay tied. By default, torch assigns `.data`,
+    which would put CPU data into a virtual tensor.
     """
 
     @functools.wraps(apply)
@@ -119,7 +122,7 @@ def _swap_parameters(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _detach_computed_weights(module: torch.nn.Module) -> None:
-    """Detach the weights that `weight_norm` and `spectral_norm` compute from parameters."""
+    """Detach weights computed by `weight_norm` and `spectral_norm`, so that parameters can be swapped."""
     for name in list_computed_weights(module):
         computed = getattr(module, name, None)
         if isinstance(computed, torch.Tensor):
@@ -127,7 +130,10 @@ def _detach_computed_weights(module: torch.nn.Module) -> None:
 
 
 def _seed_all_devices(seed_cpu: Callable[[Any], Any], accelerator: VirtualAccelerator) -> Callable[[Any], Any]:
-    """Make `torch.manual_seed` also seed the virtual devices; torch itself seeds only registered vendor modules."""
+    """Make `torch.manual_seed` also seed the virtual devices.
+
+    Torch itself seeds only devices that it was built for or that a vendor package registered.
+    """
 
     @functools.wraps(seed_cpu)
     def seed_all(seed: Any) -> Any:
@@ -139,7 +145,10 @@ def _seed_all_devices(seed_cpu: Callable[[Any], Any], accelerator: VirtualAccele
 
 
 def _replace_data(plain: Any) -> property:
-    """Make `parameter.data = …` replace the inner tensor, or swap the tensors if only one is on the device."""
+    """Make `tensor.data = value` work if one or both tensors are on the virtual device.
+
+    If both are, the inner CPU tensor is replaced. If only one is, the two tensors are swapped.
+    """
 
     def write(self: torch.Tensor, value: torch.Tensor) -> None:
         if isinstance(self, VirtualTensor) and isinstance(value, VirtualTensor):
@@ -158,7 +167,10 @@ def _replace_data(plain: Any) -> property:
 
 
 def _pin_memory(pinned: weakref.WeakSet[torch.UntypedStorage]) -> Callable[..., torch.Tensor]:
-    """Return a `Tensor.pin_memory` that copies the tensor and records its storage; the original needs a driver."""
+    """Return a `Tensor.pin_memory` that copies the tensor and records its storage as pinned.
+
+    The original method requires a device driver.
+    """
 
     def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
         # A Python function must call the active function modes itself; torch's C++ method does it implicitly.
@@ -185,7 +197,10 @@ def _is_pinned(pinned: weakref.WeakSet[torch.UntypedStorage]) -> Callable[..., b
 
 
 def _load_to_device(original: Callable[..., Any], accelerator: VirtualAccelerator) -> Callable[..., Any]:
-    """Make `torch.load` load to the CPU and then move the tensors, because virtual devices have no storages."""
+    """Make `torch.load` load to the CPU and then move the tensors if `map_location` is virtual.
+
+    Virtual devices have no storages of their own.
+    """
 
     @functools.wraps(original)
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -208,7 +223,7 @@ def _load_to_device(original: Callable[..., Any], accelerator: VirtualAccelerato
 
 
 def _make_accelerator_functions(accelerator: VirtualAccelerator) -> dict[str, Any]:
-    """Return the `torch.accelerator` functions for the virtual device."""
+    """Return replacements for the `torch.accelerator` functions, keyed by name, for the virtual device."""
     module = torch.get_device_module(accelerator.name)
     return {
         "current_accelerator": lambda check_available=False: torch.device(accelerator.name),
@@ -231,7 +246,10 @@ def _make_accelerator_functions(accelerator: VirtualAccelerator) -> dict[str, An
 
 
 def _load_safetensors(original: Any, accelerator: VirtualAccelerator) -> type:
-    """Return a `safe_open` that loads to the CPU and then moves: safetensors accepts only certain devices."""
+    """Return a `safe_open` class that loads tensors to the CPU and then moves them to the virtual device.
+
+    The original class accepts only devices that safetensors knows.
+    """
 
     class SafeOpen:
         """`safetensors.safe_open` with support for the virtual device."""

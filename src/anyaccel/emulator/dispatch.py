@@ -1,4 +1,4 @@
-"""Dispatch for operations on virtual tensors: unwrap, run on the CPU, check the limits, wrap."""
+"""Dispatch of operations on virtual tensors: unwrap, run on the CPU, check the limits and wrap."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 
 
 class _Call:
-    """State of one call: its device, its wrappers keyed by inner tensor, and its CPU tensor arguments."""
+    """State of one dispatched operation: its device, its virtual tensor arguments and its CPU tensors."""
 
     def __init__(self, name: str, first_is_virtual: bool) -> None:
         self.name = name
@@ -63,7 +63,7 @@ class _Call:
         return value
 
     def _to_cpu_fake(self, value: FakeTensor) -> torch.Tensor:
-        """Return a fake CPU tensor for a fake device tensor; factories create such tensors while tracing a graph."""
+        """Return a fake CPU tensor for a fake device tensor, which factories create while tracing a graph."""
         self.device = self.device or value.device
         with value.fake_mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_CPU)
@@ -106,7 +106,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _choose_target(accelerator: VirtualAccelerator, call: _Call, kwargs: dict[str, Any]) -> torch.device:
-    """Return the result's device: the `device` argument, or the device of the tensor arguments."""
+    """Return the result's device: the `device` argument, the tensor arguments' device, or the current one."""
     requested: torch.device | None = kwargs.get("device")
     if requested is not None:
         if requested.type == accelerator.name:
@@ -116,7 +116,10 @@ def _choose_target(accelerator: VirtualAccelerator, call: _Call, kwargs: dict[st
 
 
 def _check_devices(call: _Call, facts: OperationFacts) -> None:
-    """Raise torch's error if an operation on the device has CPU tensor arguments that are not zero-dimensional."""
+    """Raise torch's error if an operation mixes device tensors with CPU tensors.
+
+    Zero-dimensional CPU tensors are allowed, as are CPU tensors used as indices.
+    """
     if call.device is None:
         return
     # A CPU tensor cannot be indexed by device tensors; the reverse works.
@@ -142,7 +145,10 @@ def _make_device_error(first: torch.device, second: torch.device, name: str) -> 
 def _use_own_generator(
     accelerator: VirtualAccelerator, func: Any, kwargs: dict[str, Any], target: torch.device
 ) -> None:
-    """Use the device's generator by default; raise an error for a generator on another device."""
+    """Set the `generator` argument to the device's own generator if it is missing.
+
+    Raises RuntimeError, as torch does, for a generator on a different device type.
+    """
     generator = kwargs.get("generator")
     if generator is None:
         kwargs["generator"] = accelerator.generators[target.index or 0]
@@ -181,7 +187,10 @@ def _enforce(
     target: torch.device,
     call: _Call,
 ) -> Any:
-    """Check an operation against the sheet; return the device's result, including NaNs and narrowed dtypes."""
+    """Check an operation against the sheet, and return the result that the real device would compute.
+
+    The result may contain NaN, or values rounded to a narrower dtype.
+    """
     if facts.reads_to_host or _copies_to_cpu(facts, call, target, args):
         accelerator.record_host_read(facts.label)
     if is_host(target):
@@ -213,7 +222,7 @@ def _enforce_on_call(
 
 
 def _has_offset_scalar(call: _Call) -> bool:
-    """Return whether a CPU scalar is a view into a larger tensor, such as `sigmas[3]`."""
+    """Return whether an argument is a zero-dimensional CPU view of a larger tensor, such as `sigmas[3]`."""
     return any(tensor.dim() == 0 and tensor.storage_offset() for tensor in call.cpu_tensors)
 
 
@@ -232,14 +241,17 @@ def _enforce_on_result(accelerator: VirtualAccelerator, facts: OperationFacts, t
 
 
 def _narrow(limits: LimitIndex, tensor: torch.Tensor) -> None:
-    """Round values to the dtype that the device actually stores; the tensor still reports the wider dtype."""
+    """Round values to the narrower dtype that the device stores; `tensor.dtype` does not change."""
     entry = limits.dtypes.get(tensor.dtype)
     if entry is not None and entry[1].effect == "narrowed" and entry[1].becomes and not entry[1].contradicted_by:
         tensor.copy_(tensor.to(getattr(torch, entry[1].becomes)))
 
 
 def _enforce_on_scores(accelerator: VirtualAccelerator, facts: OperationFacts, args: list[Any]) -> None:
-    """Check the size of the attention scores from the shapes, because the CPU kernel does not materialize them."""
+    """Check the size of the attention scores against the limits.
+
+    The size is computed from the shapes, because the CPU kernel does not materialize the scores.
+    """
     query, key = args[0], args[1]
     elements = math.prod(query.shape[:-1]) * key.shape[-2]
     for name, limit in accelerator.limits.match_size(elements, query.element_size(), scores=True):
@@ -247,7 +259,7 @@ def _enforce_on_scores(accelerator: VirtualAccelerator, facts: OperationFacts, a
 
 
 def _count_scores(accelerator: VirtualAccelerator, args: list[Any], target: torch.device) -> None:
-    """Count two float32 copies of the attention scores on devices without fused attention."""
+    """Count the memory for two float32 copies of the attention scores if there is no fused attention."""
     if isinstance(accelerator.sheet.fused_attention, Limit):
         query, key = args[0], args[1]
         accelerator.memory.count_transient(2 * 4 * math.prod(query.shape[:-1]) * key.shape[-2], target.index or 0)
@@ -296,7 +308,7 @@ def _wrap_result(result: Any, target: torch.device, call: _Call, facts: Operatio
 
 
 def _sync_shape(written: VirtualTensor) -> VirtualTensor:
-    """Update a wrapper's shape after an in-place operation on its inner tensor (`resize_`, `squeeze_`)."""
+    """Update a virtual tensor's shape after an in-place operation, such as `resize_`, on its CPU tensor."""
     inner = written._inner
     layout_changed = written.stride() != inner.stride() or written.storage_offset() != inner.storage_offset()
     if written.shape != inner.shape or layout_changed:

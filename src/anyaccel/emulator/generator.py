@@ -18,11 +18,11 @@ _DEVICES: dict[int, torch.device] = {}
 
 
 class VirtualGenerator(PlainGenerator):
-    """A generator on a virtual device."""
+    """A CPU generator that reports a virtual device."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The virtual device."""
+        """The virtual device that the generator belongs to."""
         return _DEVICES[read_address(self)]
 
     def __reduce__(self) -> Any:
@@ -52,12 +52,12 @@ def _make_generator(device: torch.device, state: torch.Tensor | None = None) -> 
 
 
 def _rebuild_generator(device: str, state: torch.Tensor) -> torch.Generator:
-    """Unpickle a generator."""
+    """Recreate a pickled generator from its device and RNG state."""
     return _make_generator(torch.device(device), state)
 
 
 def install_generator(accelerator: VirtualAccelerator) -> None:
-    """Make `torch.Generator("hpu")` return a generator for the virtual device; leave other calls unchanged."""
+    """Make `torch.Generator(device)` return a virtual generator if the device is virtual."""
 
     def replace(original: Any) -> Any:
         def build(device: Any = "cpu") -> Any:

@@ -1,7 +1,7 @@
 """The ledger of a virtual accelerator: which device limits a program hit, and where.
 
-There is one row per limit and source line, with the limit, its effect, the operation, the line of pipeline or
-model code, and the count.
+Each row contains a limit, its effect, the operation, the line of pipeline or model code that hit
+the limit, and the number of hits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SITE_PACKAGES = sysconfig.get_paths()["purelib"] + os.sep
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """A source line that hit a limit."""
+    """A source line that hit a limit, with the operation and the number of hits."""
 
     limit: str
     """The name on the sheet: `dtypes.float64`."""
@@ -50,7 +50,7 @@ class LedgerRow:
 
 
 class Ledger:
-    """The rows of one virtual accelerator. Thread-safe."""
+    """Thread-safe record of the limits that a program hit on a virtual accelerator."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -98,7 +98,7 @@ class Ledger:
                 self._first_steps.setdefault(key, row.step)
 
     def clear(self) -> None:
-        """Remove all rows."""
+        """Remove all rows and reset the counts of device-to-CPU reads."""
         with self._lock:
             self._counts.clear()
             self._first_steps.clear()
@@ -109,7 +109,7 @@ class Ledger:
         return json.dumps([asdict(row) for row in self.rows()], indent=2)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the rows as JSON, atomically."""
+        """Write the rows to a JSON file atomically."""
         atomic_write(Path(path), self.to_json() + "\n")
 
     def __str__(self) -> str:
@@ -124,7 +124,11 @@ def _format_row(row: LedgerRow) -> str:
 
 
 def _find_site(frame: FrameType | None) -> tuple[str, int, int | None]:
-    """Return the file and line number of the innermost frame outside torch and anyaccel, and the denoising step."""
+    """Return the file, the line and the denoising step that caused the current operation.
+
+    The line is in the innermost frame outside torch, accelerate and anyaccel. The step is None outside
+    the denoising loop.
+    """
     site: tuple[str, int] | None = None
     while frame is not None:
         code = frame.f_code
@@ -142,7 +146,7 @@ def _find_site(frame: FrameType | None) -> tuple[str, int, int | None]:
 # Cached: every hit walks the whole stack, and a run has millions of hits in a few hundred files.
 @lru_cache(maxsize=4096)
 def _is_internal(filename: str) -> bool:
-    """Return whether a file belongs to torch, accelerate, anyaccel or Python rather than to user code."""
+    """Return whether a file belongs to torch, accelerate, anyaccel or Python's standard library."""
     if filename in _INTERACTIVE_FILES:
         return False
     if filename.startswith(("<", *_RUNTIME_FOLDERS)):
@@ -154,5 +158,5 @@ def _is_internal(filename: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _shorten(filename: str) -> str:
-    """Return a path relative to site-packages: `diffusers/models/embeddings.py`."""
+    """Return a path relative to site-packages, such as `diffusers/models/embeddings.py`."""
     return filename[len(_SITE_PACKAGES) :] if filename.startswith(_SITE_PACKAGES) else filename

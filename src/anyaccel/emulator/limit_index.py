@@ -26,7 +26,7 @@ _HOST_READS = {"_local_scalar_dense", "equal", "is_nonzero"}  # _local_scalar_de
 
 @dataclass(frozen=True)
 class OperationFacts:
-    """Properties of a torch operation, read once from its schema."""
+    """Properties of a torch operator, derived from its name and schema."""
 
     name: str
     """`baddbmm`."""
@@ -43,7 +43,7 @@ class OperationFacts:
 
 
 def read_operation(func: Any) -> OperationFacts:
-    """Return the properties of an operation."""
+    """Return an operator's properties, such as whether it is random or modifies its inputs."""
     schema = read_schema(func)
     name = schema.name.split("::")[-1]
     # repeat_interleave with a scalar count has a static shape; only the overload with a tensor of counts does not.
@@ -63,7 +63,7 @@ def read_operation(func: Any) -> OperationFacts:
 
 @dataclass
 class LimitIndex:
-    """Index of a sheet's limits, without those that depend on an unspecified product or version."""
+    """Index of the limits on a sheet, except those that depend on an unspecified product or version."""
 
     sheet: Sheet
     dtypes: dict[torch.dtype, tuple[str, DtypeLimit]] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class LimitIndex:
         self.host_scalar = (quirk, certain[quirk]) if quirk in certain else None
 
     def match_size(self, elements: int, element_bytes: int, scores: bool) -> list[tuple[str, Limit]]:
-        """Return the size limits that a tensor, or the attention scores, would exceed."""
+        """Return the size limits that a tensor exceeds; `scores` adds the limits on attention scores."""
         # Materialized scores are a tensor too, so both kinds of limit apply to them.
         limits = [*self.tensor_sizes, *self.score_sizes] if scores else self.tensor_sizes
         return [
@@ -104,7 +104,7 @@ class LimitIndex:
         ]
 
     def match_operation(self, facts: OperationFacts, args: Any, result: Any) -> list[tuple[str, Limit]]:
-        """Return the operation limits that a call hits."""
+        """Return the limits on an operator that a call hits, given its arguments and result."""
         return [
             (name, limit)
             for operation in {facts.name, facts.overload}
@@ -114,7 +114,11 @@ class LimitIndex:
 
 
 def _is_certain(limit: Limit) -> bool:
-    """Return whether to enforce a limit: its condition is known, and it is not both inferred and contradicted."""
+    """Return whether a limit should be enforced.
+
+    A limit is not enforced if it depends on an unspecified product or version, or if it is only
+    inferred and other evidence contradicts it.
+    """
     return not limit.conditional and not (limit.evidence == "inferred" and limit.contradicted_by)
 
 

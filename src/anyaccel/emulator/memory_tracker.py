@@ -1,4 +1,4 @@
-"""Memory accounting for the virtual devices: exact bytes of live storages."""
+"""Memory accounting for virtual devices: the total size in bytes of all live tensor storages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ __all__ = ["MemoryTracker"]
 
 
 class MemoryTracker:
-    """Current and peak bytes in use on each device. A storage shared by multiple views counts once."""
+    """Current and peak memory use in bytes for each virtual device.
+
+    A storage that several tensors share is counted only once.
+    """
 
     def __init__(self, count: int, capacity_bytes: int | None) -> None:
         self.capacity_bytes = capacity_bytes
@@ -25,7 +28,7 @@ class MemoryTracker:
         self._peak = [0] * count
 
     def add(self, tensor: torch.Tensor, index: int) -> None:
-        """Count a tensor's storage on a device; raise `torch.OutOfMemoryError` if it exceeds the capacity."""
+        """Count a tensor's storage on a device; raise `torch.OutOfMemoryError` if it does not fit."""
         storage = tensor.untyped_storage()
         key, size = read_address(storage), storage.nbytes()
         with self._lock:
@@ -47,7 +50,7 @@ class MemoryTracker:
             self._peak[index] = max(self._peak[index], self._used[index])
 
     def count_transient(self, size: int, index: int) -> None:
-        """Count memory that an operation needs only while it runs."""
+        """Add an operation's temporary memory to the peak; raise `torch.OutOfMemoryError` if it does not fit."""
         with self._lock:
             if self.capacity_bytes is not None and self._used[index] + size > self.capacity_bytes:
                 raise self._out_of_memory(size, index)

@@ -1,4 +1,4 @@
-"""Recurrent cells written with torch operations, which replace fused kernels that the CPU does not have."""
+"""LSTM and GRU cells written with basic torch operations, for fused kernels that the CPU lacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["SUBSTITUTES"]
 
 
 def run_lstm_cell(gates: Any, hidden_gates: Any, cell: Any, bias: Any = None, hidden_bias: Any = None) -> Any:
-    """Run one LSTM step."""
+    """Compute one LSTM step; return the hidden state, the cell state and the gates."""
     gates = gates + hidden_gates if bias is None else gates + bias + hidden_gates + hidden_bias
     # Gate order of torch.nn.LSTM.
     input_gate, forget_gate, cell_gate, output_gate = gates.chunk(4, 1)
@@ -19,7 +19,7 @@ def run_lstm_cell(gates: Any, hidden_gates: Any, cell: Any, bias: Any = None, hi
 
 
 def run_gru_cell(gates: Any, hidden_gates: Any, hidden: Any, bias: Any = None, hidden_bias: Any = None) -> Any:
-    """Run one GRU step."""
+    """Compute one GRU step; return the hidden state and the workspace tensor of torch's fused kernel."""
     if bias is not None:
         gates, hidden_gates = gates + bias, hidden_gates + hidden_bias
     reset, update, new = gates.chunk(3, 1)

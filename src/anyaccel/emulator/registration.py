@@ -44,7 +44,7 @@ _KEEP_ALIVE: list[object] = []
 def register_device(name: str, module: ModuleType, undecomposed: Iterable[str] = ()) -> None:
     """Register a device type with torch: its device guard, its `torch.NAME` module and its kernels.
 
-    Operations in `undecomposed` are dispatched as called, even if torch would decompose them.
+    Composite operations in `undecomposed` are dispatched to the device instead of being decomposed.
     """
     if read_private_use_name() == name:
         raise RealDeviceError(
@@ -70,7 +70,7 @@ def _run_operation(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _register_undecomposed(key: str, names: set[str]) -> torch.library.Library:
-    """Register a kernel for operations that torch would decompose, so that they are dispatched as called."""
+    """Register kernels for composite operations, so that they are dispatched without being decomposed."""
     library = torch.library.Library("aten", "IMPL")
     for name in sorted(names):
         packet = getattr(torch.ops.aten, name)
@@ -90,7 +90,10 @@ _LOW_PRECISION = (
 
 
 def _register_autocast(key: str) -> list[torch.library.Library]:
-    """Register `torch.autocast` kernels: matrix products and convolutions are cast; other operations fall through."""
+    """Register `torch.autocast` kernels for the device type.
+
+    Inputs to matrix products, convolutions and attention are cast; other operations fall through.
+    """
     if has_fallback(f"Autocast{key}"):
         return []
     fallthrough = torch.library.Library("_", "IMPL")
@@ -117,7 +120,7 @@ def _make_cast(func: Any, key: str) -> Any:
 
 
 def _is_builtin(name: str) -> bool:
-    """Return whether this torch build has a built-in device type with the given name."""
+    """Return whether torch has a built-in device type with the given name, such as `hpu`."""
     return read_device_type(name.upper()) is not None
 
 
@@ -133,7 +136,7 @@ def _claim_private_use(name: str, module: ModuleType) -> None:
 
 
 def _attach_module(name: str, module: ModuleType) -> None:
-    """Install the module as `torch.NAME`, or copy its functions into torch's existing module with that name."""
+    """Install the module as `torch.NAME`, or copy its functions into an existing module of that name."""
     existing = getattr(torch, name, None)
     if existing is None:
         register_device_module(name, module)
@@ -150,7 +153,7 @@ def _make_importable(name: str, module: ModuleType) -> None:
 
 
 def _fill_guard_slot(name: str) -> None:
-    """Register a Python device guard for the device type in the device guard registry in libc10."""
+    """Register a Python device guard for a built-in device type in libc10's device guard registry."""
     kind = read_device_type(name.upper())
     slot, private_use = int(kind), int(read_device_type("PrivateUse1"))
     table = find_guard_table(private_use + 1)

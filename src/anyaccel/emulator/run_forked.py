@@ -1,8 +1,8 @@
 """Execution of functions in forked processes, each with its own virtual accelerator.
 
-A process can have only one virtual accelerator, and a new interpreter takes seconds to import torch. The
-caller therefore imports what it needs once and never starts a virtual device itself; each call forks the
-caller.
+A process can have only one virtual accelerator, and a new interpreter takes seconds to import
+torch. Each call therefore forks the current process, which has already imported torch and must not
+start a virtual accelerator itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ def run_forked(
     strict: bool = False,
     timeout_s: float = 600.0,
 ) -> T:
-    """Call `function(accelerator)` in a forked process with the virtual device, and return the result."""
+    """Call `function(accelerator)` in a forked process with the virtual device, and return the result.
+
+    Raises VirtualDeviceError if the process exits without a result.
+    """
 
     def call() -> T:
         with virtual(device, count=count, memory=memory, strict=strict) as accelerator:

@@ -1,4 +1,4 @@
-"""Streams and events for a synchronous device: work is complete when the call that enqueues it returns."""
+"""Streams and events for a synchronous device, where each call returns after its work is complete."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Stream:
         """Return immediately, because the event is already complete."""
 
     def record_event(self, event: Any = None) -> Any:
-        """Record an event and return it; by default, create a new one."""
+        """Record the event, or a new one if none is given, and return it."""
         event = event or self.event()
         event.record(self)
         return event
 
     def query(self) -> bool:
-        """Return whether all work in the stream is complete."""
+        """Return True, because all work in the stream is already complete."""
         return True
 
     # `torch.NAME.stream(stream)` returns the stream itself, so a stream must be a context manager.
@@ -46,7 +46,7 @@ class Stream:
 
 
 class Event:
-    """A CPU timestamp, taken when all work on the device is complete."""
+    """An event that stores a CPU timestamp, taken when all work on the device is complete."""
 
     wait_for_device: Callable[[], None]
 
@@ -66,16 +66,16 @@ class Event:
         """Return immediately, because the event is already complete."""
 
     def query(self) -> bool:
-        """Return whether the event is complete."""
+        """Return True, because the event is already complete."""
         return True
 
     def elapsed_time(self, other: Event) -> float:
-        """Return the elapsed time in milliseconds between this event and another."""
+        """Return the time in milliseconds from this event to another."""
         return (other.time_s - self.time_s) * 1000.0  # milliseconds, like torch's events
 
 
 def make_stream_classes(wait_for_device: Callable[[], None]) -> tuple[type[Stream], type[Event]]:
-    """Return the `Stream` and `Event` classes for a device."""
+    """Return `Stream` and `Event` classes that call `wait_for_device` to synchronize."""
     # torch.NAME.Event() has no device argument, so the class itself must know how to wait.
     event = type("Event", (Event,), {"wait_for_device": staticmethod(wait_for_device)})
     return type("Stream", (Stream,), {"event": event}), event

@@ -31,7 +31,7 @@ def activate(accelerator: VirtualAccelerator, dispatch: Callable[[Any, Any, dict
 
 
 class VirtualTensor(torch.Tensor):
-    """A tensor on a virtual device."""
+    """A tensor on a virtual device: a wrapper subclass around a CPU tensor."""
 
     _inner: torch.Tensor
     # Methods that access the data before dispatch are overridden below; everything else goes through dispatch.
@@ -77,7 +77,7 @@ class VirtualTensor(torch.Tensor):
         return rebuilt
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Raise TypeError, as for tensors on real devices, because NumPy cannot read device memory."""
+        """Raise TypeError, as on real devices; with `force`, copy the tensor to the CPU and convert it."""
         if force:
             return self.detach().cpu().numpy()
         raise TypeError(
@@ -89,7 +89,7 @@ class VirtualTensor(torch.Tensor):
         return self.numpy()
 
     def tolist(self) -> Any:
-        """Return the values as a list, which counts as a device-to-CPU read."""
+        """Return the values as a nested list; this counts as a device-to-CPU read."""
         active().record_host_read("aten::tolist")
         return self._inner.tolist()
 
@@ -113,11 +113,11 @@ class VirtualTensor(torch.Tensor):
         super().__setitem__(_convert_list_indices(key), value)
 
     def data_ptr(self) -> int:
-        """Return the address of the inner tensor's data; use it only to compare tensors."""
+        """Return the address of the wrapped CPU tensor's data; use it only to compare tensors."""
         return self._inner.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the inner tensor's storage, which is the same for tensors that share memory."""
+        """Return the wrapped CPU tensor's storage, which is the same for tensors that share memory."""
         if is_tracing():  # a tracer expects the wrapper's own storage, which is empty
             return super().untyped_storage()
         return self._inner.untyped_storage()
@@ -143,7 +143,10 @@ class VirtualTensor(torch.Tensor):
 
 
 def _convert_list_indices(key: Any) -> Any:
-    """Convert list indices to CPU tensors: `x[[0, 2]]` would create the index on the device before dispatch."""
+    """Convert list indices to CPU tensors.
+
+    For `x[[0, 2]]`, torch would otherwise create the index tensor on the device before dispatch.
+    """
     if isinstance(key, list | range):
         return torch.tensor(list(key)) if len(key) else list(key)
     if isinstance(key, tuple) and any(isinstance(item, list | range) for item in key):
@@ -152,7 +155,7 @@ def _convert_list_indices(key: Any) -> Any:
 
 
 def wrap(inner: torch.Tensor, device: torch.device) -> VirtualTensor:
-    """Wrap a CPU tensor as a tensor on the device and count its memory."""
+    """Wrap a CPU tensor as a tensor on a virtual device, and count its storage as device memory."""
     # A wrapper cannot have the lazy conjugate and negative bits.
     if inner.is_conj() or inner.is_neg():
         inner = inner.resolve_conj().resolve_neg()

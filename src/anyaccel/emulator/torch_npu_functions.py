@@ -16,7 +16,7 @@ __all__ = ["ASCEND_KERNELS"]
 def npu_fusion_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_num: int, input_layout: str, **options: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Compute attention in the layouts that diffusers uses (BSH, BSND, BNSD)."""
+    """Compute attention for the input layouts that diffusers uses: BSH, BSND and BNSD."""
     # True in `atten_mask` excludes a position; in torch's `attn_mask` it includes one.
     excluded = options.get("atten_mask")
     mask = None if excluded is None else ~excluded.bool()
@@ -31,7 +31,10 @@ def npu_fusion_attention(
 
 
 def npu_geglu(hidden: torch.Tensor, dim: int = -1, approximate: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first half times the GELU of the second half, and the GELU itself; `approximate=1` selects tanh."""
+    """Return the GEGLU of a tensor, and the GELU of its second half.
+
+    GEGLU is the first half multiplied by that GELU. `approximate=1` selects the tanh approximation.
+    """
     value, gate = hidden.chunk(2, dim=dim)
     activated = functional.gelu(gate, approximate="tanh" if approximate else "none")
     return value * activated, activated
@@ -47,7 +50,7 @@ def npu_rms_norm(
 
 
 def _split_heads(tensor: torch.Tensor, heads: int, layout: str) -> torch.Tensor:
-    """Return the tensor as (batch, heads, sequence, dimension), the layout that torch expects."""
+    """Return the tensor as (batch, heads, sequence, head dimension), the layout of torch's attention."""
     if layout == "BSH":
         return tensor.reshape(*tensor.shape[:-1], heads, -1).transpose(1, 2)
     return tensor.transpose(1, 2) if layout == "BSND" else tensor

@@ -1,11 +1,12 @@
-"""Patches for torch: a table of all patched attributes, and the only functions that apply and remove patches.
+"""Table of all patched torch attributes, and functions that apply and remove the patches.
 
 Virtual accelerators, `anyaccel run` and the benchmark patch torch. Each of them registers a layer,
-`wrap(original) -> replacement`, for a name in the table. The layers for a name are nested, with the most
-recently registered one outermost. They can be removed in any order; removing the last one restores the
-original object.
+`wrap(original) -> replacement`, for a name in the table. The layers for a name are nested, with the
+most recently registered one outermost. They can be removed in any order; removing the last one
+restores the original object.
 
-Known limitation: a name bound by `from torch import load` before the patch still refers to the original.
+Known limitation: a name bound by `from torch import load` before the patch still refers to the
+original.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Patch:
-    """A patched attribute."""
+    """Table entry for a patched attribute: its name, the reason for the patch, and an upstream link."""
 
     name: str
     """The dotted name. `*` matches the part that depends on the device."""
@@ -191,7 +192,7 @@ def find_patch(name: str) -> Patch:
 
 @dataclass
 class _Replacement:
-    """Replacement for an attribute, composed of the layers from all users."""
+    """State of one patched attribute: the original value and the layers that wrap it."""
 
     original: Any
     owners: list[tuple[Any, str, Any]]
@@ -223,7 +224,11 @@ _REPLACEMENTS: dict[str, _Replacement] = {}
 
 
 def apply_patch(name: str, wrap: Wrap, user: str) -> None:
-    """Replace an attribute in the table with `wrap(original)`. A user's second layer replaces its first."""
+    """Replace an attribute in the table with `wrap(original)`.
+
+    `user` identifies the code that applies the patch. A second patch by the same user replaces its
+    first.
+    """
     if name not in _REPLACEMENTS:
         _REPLACEMENTS[name] = _read_original(name, find_patch(name))
     # A dict keeps the position of an existing key: a replaced layer stays where it was.
@@ -233,7 +238,7 @@ def apply_patch(name: str, wrap: Wrap, user: str) -> None:
 
 
 def remove_patches(user: str) -> None:
-    """Remove all of a user's layers, and restore the original of each attribute that has no layers left."""
+    """Remove all patches applied by `user`; restore the originals of attributes with no other patches."""
     for name, replacement in list(_REPLACEMENTS.items()):
         if replacement.layers.pop(user, None) is None:
             continue
@@ -246,7 +251,7 @@ def remove_patches(user: str) -> None:
 
 @contextmanager
 def patched(name: str, wrap: Wrap, user: str) -> Iterator[None]:
-    """Apply a patch inside the `with` block."""
+    """Apply a patch inside the `with` block, then remove all patches applied by `user`."""
     apply_patch(name, wrap, user)
     try:
         yield
@@ -255,7 +260,7 @@ def patched(name: str, wrap: Wrap, user: str) -> Iterator[None]:
 
 
 def replace_by(value: Any) -> Wrap:
-    """Return a layer that replaces the original with `value`."""
+    """Return a `wrap` function for `apply_patch` that replaces the original with `value`."""
     return lambda _: value
 
 
@@ -277,7 +282,7 @@ def _read_original(name: str, patch: Patch) -> _Replacement:
 
 
 class _ReplacedClass(type):
-    """Metaclass for a replaced class: instance checks use the original class, and calls go to `build`."""
+    """Metaclass for a replacement class: type checks use the original class, and calls invoke `build`."""
 
     original: Any
     build: Callable[..., Any]
@@ -300,7 +305,10 @@ class _ReplacedClass(type):
 
 
 def replace_class(original: Any, build: Callable[..., Any]) -> Any:
-    """Return a class that isinstance, == and pickle treat as `original`, and that creates instances with `build`."""
+    """Return a class that creates instances with `build` but otherwise behaves like `original`.
+
+    For `isinstance`, `==` and pickle, the two classes are the same.
+    """
     # pickle and torch.save find a class by module and name: instances are saved exactly as without the patch.
     namespace = {"original": original, "build": staticmethod(build), "__module__": "torch", "__doc__": original.__doc__}
     return _ReplacedClass(original.__name__, (), namespace)

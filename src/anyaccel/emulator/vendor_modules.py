@@ -1,4 +1,4 @@
-"""Emulated vendor software: a device's `torch.NAME` module and the packages that provide it."""
+"""Emulated vendor packages: a device's `torch.NAME` module and the packages that provide it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_device_module(accelerator: VirtualAccelerator) -> ModuleType:
 
 
 def _index_of(accelerator: VirtualAccelerator, device: Any = None) -> int:
-    """Return the index of a device given as an index, a name or a `torch.device`; None means the current device."""
+    """Return the index of a device given as an index, name or `torch.device`; None is the current device."""
     if device is None:
         return accelerator.current_index
     if isinstance(device, int):
@@ -184,14 +184,14 @@ def install_vendor_packages(accelerator: VirtualAccelerator, module: ModuleType)
 
 
 def install_package(dotted: str) -> None:
-    """Make an empty package and its parent packages importable."""
+    """Make an empty package importable, along with its parent packages."""
     parts = dotted.split(".")
     for depth in range(1, len(parts) + 1):
         _install(".".join(parts[:depth]))
 
 
 def _install(dotted: str, module: ModuleType | None = None) -> None:
-    """Make a module importable; the default is an empty package."""
+    """Make a module importable as `dotted`; if `module` is None, create an empty package."""
     if dotted in sys.modules:
         return
     package = module or ModuleType(dotted, "Emulated package of a vendor, for a virtual accelerator.")

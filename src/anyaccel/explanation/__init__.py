@@ -1,1 +1,1 @@
-"""`anyaccel.explain`: the plan for a model and whether it fits, without the weights or the device."""
+"""`anyaccel.explain`: the plan and memory forecast for a model, without its weights or the device."""

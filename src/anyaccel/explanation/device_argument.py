@@ -1,4 +1,4 @@
-"""Device that `explain` plans for: one on this machine, a named product, or a device with a given memory size."""
+"""Device argument of `explain`: a device on this machine, a product, or a device type and memory size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["DeviceTarget", "find_device_target"]
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTarget:
-    """Device to explain a model for. It does not have to be on this machine."""
+    """Device that a model is planned for; it does not have to be on this machine."""
 
     name: str
     """Name shown in the plan: `gaudi2`, `mps with 16GiB`, `cuda:0`."""
@@ -31,7 +31,10 @@ class DeviceTarget:
 
 
 def find_device_target(device: str) -> DeviceTarget:
-    """Return the target for a device string: `auto`, `hpu`, `gaudi2`, `cuda:24GiB`, `mps:16GiB` or `cuda:0`."""
+    """Return the target for a device string such as `auto`, `hpu`, `gaudi2`, `cuda:24GiB` or `cuda:0`.
+
+    Raises UsageError for virtual devices, and UnknownDeviceError for an index that is not available.
+    """
     spec = read_device(device)
     if spec.virtual:
         raise UsageError(
@@ -104,7 +107,7 @@ def _from_this_machine(spec: DeviceSpec) -> DeviceTarget:
 
 
 def _from_name(name: str) -> DeviceTarget:
-    """Return the target for a device type that is not on this machine: its smallest product."""
+    """Return a target for the smallest product of a device type that is not on this machine."""
     sheet = find_sheet(name)
     products = [product for product in sheet.products if product.memory_bytes is not None and product.native]
     if not products:

@@ -1,4 +1,4 @@
-"""`anyaccel.explain`: the plan and the memory forecast for a model on a device, from config files only."""
+"""`anyaccel.explain`: plan and memory forecast for a model on a device, from its config files only."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _explain_once(
 
 
 def _plan_without_size(folder: ModelFolder, target: DeviceTarget, options: PlacementOptions) -> Plan:
-    """Make the decisions that do not depend on the image size."""
+    """Return a plan with the decisions that do not depend on the image size."""
     components = tuple(
         ComponentFacts(name=component.name, kind=component.kind, dtype="float32", parameters=0, denoises=False)
         for component in folder.components
@@ -129,7 +129,7 @@ def _plan_without_size(folder: ModelFolder, target: DeviceTarget, options: Place
 
 
 class _MemoryEstimate:
-    """Memory estimate for one model on one device, from a pipeline of meta tensors (shapes without data)."""
+    """Memory estimate for a model on a device, computed from shapes with a pipeline on the meta device."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class _MemoryEstimate:
         self._measured = {self.size: self._first}
 
     def make_plan(self, batch: int) -> Plan:
-        """Return the plan with its forecast."""
+        """Return the plan for a batch size, including the memory forecast."""
         capacity, sheet = self.target.capacity_bytes, self.target.sheet
         measure = self.measure(self.size)
         sharded = self._shard(measure)
@@ -200,7 +200,7 @@ class _MemoryEstimate:
         return list_pipeline_rules(self.full.pipe, batch, images_per_call, options, unified_memory=unified)
 
     def measure(self, size: tuple[int, int]) -> Measurement:
-        """Return the memory measurement for one image size."""
+        """Return the memory measurement for one image size; measurements are cached."""
         if size not in self._measured:
             self._measured[size] = self._first.of_another_call(lambda images: _make_call(self.full, size, images), size)
         return self._measured[size]
@@ -228,7 +228,10 @@ class _MemoryEstimate:
         )
 
     def _find_largest_size(self, capacity: int, *, fits: bool) -> tuple[int, int] | None:
-        """Return the largest size of a single image, with the requested aspect ratio, that fits in any memory mode."""
+        """Return the largest image size that fits at the requested aspect ratio, or None.
+
+        The size is for a single image, in the memory mode that needs the least memory.
+        """
         if not self.takes_size:
             return None
         rule = self.rules(1)[-1]  # the last rule needs the least memory
@@ -245,7 +248,7 @@ class _MemoryEstimate:
 
 
 def _make_call(full: FullSizePipeline, size: tuple[int, int] | None, images: int) -> dict[str, Any]:
-    """Return the recipe's call arguments, with the given image size or the pipeline's default size."""
+    """Return call arguments from the model's recipe for `images` images of the given or default size."""
     parameters = inspect.signature(full.pipe.__call__).parameters
     call = {name: value for name, value in full.recipe.call().items() if name not in _LEFT_TO_DEFAULTS}
     call = {name: _resize(value, size) for name, value in call.items()}
@@ -263,7 +266,7 @@ def _make_call(full: FullSizePipeline, size: tuple[int, int] | None, images: int
 
 
 def _resize(value: Any, size: tuple[int, int] | None) -> Any:
-    """Resize an image argument; return any other value unchanged."""
+    """Resize a PIL image to `size`; return any other value unchanged."""
     if size is not None and hasattr(value, "resize") and hasattr(value, "mode"):
         return value.resize(size)
     return value

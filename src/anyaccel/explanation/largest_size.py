@@ -1,4 +1,4 @@
-"""Search for the largest image size that fits, by interpolating measured sizes, or else by bisection."""
+"""Search for the largest image size that fits in memory, by interpolation and, if needed, bisection."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _GUESS_TOLERANCE = 0.1
 
 
 def find_largest_size(need: Callable[[Size], int | None], requested: Size, capacity_bytes: int) -> Size | None:
-    """Return the largest size that fits, with the aspect ratio of `requested`, or None if no size fits.
+    """Return the largest size that fits in memory at the aspect ratio of `requested`, or None.
 
-    Sizes are tried in steps of 128 pixels. `need` returns the number of bytes that a size requires, or None if the
-    model cannot generate it. `requested` determines where the search starts but does not affect its result.
+    Sizes are tried in steps of 128 pixels. `need` returns the number of bytes that a size requires, or
+    None if the model cannot generate it. Apart from its aspect ratio, `requested` determines only where
+    the search starts.
     """
     measured: dict[int, int] = {}
     # Invariant: `fits` steps fit (0: nothing measured yet) and `too_large` steps do not.
@@ -42,13 +43,16 @@ def find_largest_size(need: Callable[[Size], int | None], requested: Size, capac
 
 
 def _scale(size: Size, steps: int) -> Size:
-    """Return a size with the same aspect ratio whose longer side is `steps` search steps."""
+    """Return a size with about the same aspect ratio and a longer side of `steps` × 128 pixels."""
     width, height = (max(1, round(side * steps / max(size))) * _STEP for side in size)
     return width, height
 
 
 def _guess(measured: Mapping[int, int], capacity_bytes: int, candidates: range) -> tuple[int, float]:
-    """Return the largest candidate expected to fit (or else the smallest) and its expected memory use in bytes."""
+    """Return the largest candidate that is expected to fit, and its expected memory use in bytes.
+
+    If no candidate is expected to fit, return the smallest one.
+    """
     # Near one size, memory is about linear in the pixels. A single measurement is interpolated with the origin.
     nearest = sorted(measured.items(), key=lambda item: abs(item[1] - capacity_bytes))
     (step, step_bytes), (other, other_bytes) = [*nearest, (0, 0)][:2]

@@ -1,4 +1,4 @@
-"""Config files for the model to explain: the embedded model, a folder, a bundled model or a Hub ID."""
+"""Config files for `explain`, from the embedded model, a folder, a bundled model or the Hub."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.ckpt", "*.pt", "*.pth", "*.onnx
 
 
 def find_model(model: str | os.PathLike[str], revision: str | None = None) -> ModelFolder:
-    """Read the configs of a model. For a Hub ID, download the configs and vocabularies but no weights."""
+    """Read a model's config files from a folder, the bundled models or the Hub.
+
+    From the Hub, only configs and tokenizer vocabularies are downloaded, not weights. Raises ModelError
+    if there is no such model.
+    """
     text = os.fspath(model)
     if not text.strip():
         raise ModelError("the model name is empty", hint=f"pass a hub id, a folder, or `{NAME}`")
@@ -46,7 +50,7 @@ def find_model(model: str | os.PathLike[str], revision: str | None = None) -> Mo
 
 @functools.cache
 def _download_configs(name: str, revision: str | None) -> Path:
-    """Download a Hub model's configs and vocabularies and return their folder."""
+    """Download the configs and tokenizer vocabularies of a Hub model, and return their folder."""
     from huggingface_hub import snapshot_download
 
     try:

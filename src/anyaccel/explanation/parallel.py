@@ -1,4 +1,4 @@
-"""Benefit of multiple devices: weights per rank (tensor parallelism), tokens per rank (context parallelism)."""
+"""Memory and speed benefits of tensor and context parallelism, for `anyaccel.explain`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ _FREE_SHARE = 0.8
 def choose_split(
     target: DeviceTarget, facts: PipelineFacts, options: PlacementOptions, dtype: str
 ) -> Decision[Split | None]:
-    """Return the requested split; `auto` uses as many devices in one server as the model can be split across."""
+    """Return the decision on how to split the model across devices, or not to split it.
+
+    With `parallel='auto'`, the model is split across as many devices of one server as possible.
+    """
     if options.parallel is None:
         return SINGLE_DEVICE
     weights = sum(component.parameters for component in facts.components) * FLOATING_BYTES[dtype]
@@ -53,7 +56,11 @@ def choose_split(
 
 
 def split_memory(measure: Measure, facts: PipelineFacts, split: Split | None) -> Measure:
-    """Return a `Measure` for one rank: its share of the weights, with the same activations as on a single device."""
+    """Return a `Measure` for one rank of a split model.
+
+    With tensor parallelism, a rank holds its share of the weights and the same activations as a single
+    device. With other strategies, `measure` is returned unchanged.
+    """
     if split is None or split.strategy != "tensor":
         return measure
     shares = {
@@ -80,9 +87,10 @@ def describe_gain(
     resident: bool,
     requested: bool,
 ) -> tuple[str, ...]:
-    """Return notes on what `parallel=` would change.
+    """Return notes on how `parallel=` would change memory and speed.
 
-    There are no notes if the weights fit on one device, the sequence is short and no split was requested.
+    There are no notes if the weights fit on one device, the sequence is short and no split was
+    requested.
     """
     denoisers = [component for component in facts.components if component.denoises]
     tokens = max((sequences.get(model.name, 0) for model in denoisers), default=0)
@@ -128,7 +136,7 @@ def _device_counts(target: DeviceTarget) -> list[int]:
 
 
 def _find_obstacle(target: DeviceTarget, facts: PipelineFacts, strategy: SplitStrategy, count: int) -> str | None:
-    """Return why this split is not possible, or None if it is."""
+    """Return why the model cannot be split this way across `count` devices, or None if it can."""
     ranks = Ranks(count=count, tensor_types=read_tensor_parallel_devices())
     try:
         choose_parallel(target.sheet, facts, PlacementOptions(parallel=f"{strategy}:{count}"), ranks)

@@ -1,4 +1,7 @@
-"""Quantization options that would save memory. They change the image, so they are never selected by default."""
+"""Quantization options that would save memory.
+
+They change the image, so they are never selected by default.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ __all__ = ["list_quantization_options"]
 def list_quantization_options(
     sheet: Sheet, facts: PipelineFacts, forecast: Forecast, dtype: str
 ) -> tuple[QuantizationOption, ...]:
-    """Return the quantization formats on the sheet, with the memory that each would save for the largest model."""
+    """Return the quantization formats on the sheet, with the memory each would save for the largest model."""
     weights = dict(forecast.components)
     largest = max(facts.components, key=lambda component: weights.get(component.name, 0), default=None)
     if largest is None:

@@ -1,4 +1,4 @@
-"""Explanation as text, with a bar chart of the memory use in each phase."""
+"""Text output of `anyaccel explain`, with a bar chart of the memory use in each phase."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MIN_WIDTH, _MAX_WIDTH = 60, 120
 
 
 def describe_explanation(plan: Plan, model: str, width: int = 100, *, download_bytes: int | None = None) -> list[str]:
-    """Return the lines to print on a terminal with the given width.
+    """Return the explanation of a plan as lines of text for a terminal with the given width.
 
     `download_bytes` is the total size of the files that are not on this machine yet, if known.
     """
@@ -63,7 +63,7 @@ def _describe_verdict(plan: Plan, forecast: Forecast) -> str:
 
 
 def _draw_phases(forecast: Forecast, width: int) -> Iterator[str]:
-    """Draw one bar per phase, with a line at the device's capacity."""
+    """Yield the lines of a bar chart with one bar per phase and a mark at the device's memory capacity."""
     bar_width = width - 27  # the rest is the phase name, the size and "peak"
     scale = max(forecast.capacity_bytes, forecast.peak_bytes, 1)
     edge = round(forecast.capacity_bytes / scale * bar_width)

@@ -24,10 +24,10 @@ _USE_PYTHON = "load the pipeline with anyaccel.DiffusionPipeline.from_pretrained
 
 
 def check_image_call(pipe: Any, call: Mapping[str, Any]) -> None:
-    """Raise if the pipeline does not generate images from a prompt, or does not accept the arguments.
+    """Raise UsageError if the pipeline does not generate images from a prompt or rejects an argument.
 
-    Call this before the pipeline: an incorrect output type would otherwise be detected only after the last
-    step.
+    Call this before running the pipeline. Otherwise, an unsupported output type would be detected only
+    after the last denoising step.
     """
     parameters = _named_parameters(pipe)
     pipeline = plain_class(pipe).__name__
@@ -64,7 +64,7 @@ def _named_parameters(pipe: Any) -> dict[str, inspect.Parameter]:
 
 
 def _list_output_fields(pipe: Any) -> set[str]:
-    """Return the fields of the output classes in a pipeline's module, such as `{"frames"}`."""
+    """Return the field names of the output classes in a pipeline's module, such as `images` or `frames`."""
     # Not the return annotation: many pipelines of diffusers have none.
     module = inspect.getmodule(inspect.unwrap(plain_class(pipe).__call__))
     if module is None:  # for example a class that was created with exec()
@@ -75,7 +75,7 @@ def _list_output_fields(pipe: Any) -> set[str]:
 
 
 def _check_size(pipe: Any, call: Mapping[str, Any]) -> None:
-    """Raise if the height or width is not a multiple of the VAE scale factor."""
+    """Raise UsageError if the height or width is not a multiple of the VAE scale factor."""
     # Some pipelines round such a side and only log a warning, for example FluxPipeline
     # (https://github.com/huggingface/diffusers/issues/9904).
     processor = getattr(pipe, "image_processor", None)
@@ -87,13 +87,13 @@ def _check_size(pipe: Any, call: Mapping[str, Any]) -> None:
 
 
 def find_default(pipe: Any, name: str) -> Any:
-    """Return the default value of a pipeline call argument, or None if the argument does not exist."""
+    """Return the default value of an argument of the pipeline's `__call__`, or None if there is none."""
     parameter = _named_parameters(pipe).get(name)
     return None if parameter is None or parameter.default is parameter.empty else parameter.default
 
 
 def find_missing_image(pipe: Any, call: Mapping[str, Any]) -> str | None:
-    """Return the name of an input image that the pipeline accepts but the call does not set, or None."""
+    """Return the first image argument that the pipeline accepts but the call omits, or None."""
     parameters = _named_parameters(pipe)
     return next((name for name in _INPUT_IMAGES if name in parameters and call.get(name) is None), None)
 

@@ -15,7 +15,10 @@ _GAP_DIVISOR = 32
 
 
 def make_contact_sheet(images: Sequence[Image.Image], columns: int | None = None) -> Image.Image:
-    """Return a contact sheet, filled row by row; without `columns`, the grid is as close to square as possible."""
+    """Arrange images in a grid, row by row, and return the contact sheet.
+
+    Without `columns`, the sheet is as close to square as possible.
+    """
     # Images of one call have the same size; images regenerated from several files may not.
     width = max(image.width for image in images)
     height = max(image.height for image in images)

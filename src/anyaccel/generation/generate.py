@@ -1,4 +1,4 @@
-"""`anyaccel.generate`: images from prompts in one call."""
+"""`anyaccel.generate`: generates images from prompts with a single function call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Timings:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Result:
-    """Result of `anyaccel.generate`; notebooks display its images."""
+    """Result of `anyaccel.generate`: images, seeds, plan, timings and metadata; notebooks show the images."""
 
     images: list[Image.Image]
     seeds: tuple[int, ...]
@@ -51,9 +51,9 @@ class Result:
     def save(self, path: str | os.PathLike[str] = "./", *, force: bool = False) -> list[Path]:
         """Save each image with its metadata and return the paths.
 
-        `path` is a file, or a folder if it ends with / or exists as one; for several images, a number is added to
-        the file name. The suffix selects the format: png, jpg or webp. Existing files are overwritten only with
-        `force`.
+        `path` is a file, or a folder if it ends with `/` or is an existing folder. If there are several
+        images, a number is added to the file name. The suffix selects the format: `.png`, `.jpg` or
+        `.webp`. Existing files are overwritten only with `force`.
         """
         # Raises before the first file is written if one of the names is taken.
         destination = read_destination(path, images=len(self.images), sheet=False, force=force)

@@ -1,4 +1,4 @@
-"""Image generation from prompts and seeds, with metadata."""
+"""Functions that generate images from prompts and seeds and record their metadata."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PACKAGES = ("anyaccel", "diffusers", "torch", "transformers")
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratedImage:
-    """An image with its metadata."""
+    """A generated image, with its metadata, plan and generation time."""
 
     image: Image.Image
     metadata: ImageMetadata
@@ -44,7 +44,7 @@ class GeneratedImage:
 def generate_image(
     loaded: LoadedModel, prompt: str, seed: int, call: Mapping[str, Any], listener: ProgressListener | None = None
 ) -> GeneratedImage:
-    """Generate one image in one pipeline call."""
+    """Generate one image in its own pipeline call, so that it does not depend on other images."""
     # Not batched: kernels round differently for other batch sizes, so an image would depend on the others in its batch
     # (https://github.com/huggingface/diffusers/issues/2659).
     return generate_images(loaded, [prompt], [seed], call, listener)[0]
@@ -57,7 +57,10 @@ def generate_images(
     call: Mapping[str, Any],
     listener: ProgressListener | None = None,
 ) -> list[GeneratedImage]:
-    """Generate one image per prompt in one pipeline call; results differ from single calls only by rounding."""
+    """Generate one image per prompt in a single pipeline call.
+
+    The images differ only by rounding from those generated one at a time.
+    """
     pipe, count = loaded.pipe, len(prompts)
     check_image_call(pipe, call)
     arguments = {"prompt": prompts[0], "seed": seeds[0], **call}
@@ -107,7 +110,7 @@ def expected_metadata(loaded: LoadedModel, prompt: str, seed: int, call: Mapping
 
 
 def _read_scalar(pipe: Any, call: Mapping[str, Any], name: str) -> Any:
-    """Return a scalar call argument or its default; None for a list, which `ImageMetadata.call` records."""
+    """Return a numeric call argument or its default, or None if the value is not a number."""
     value = call.get(name, find_default(pipe, name))
     return value if isinstance(value, int | float) else None
 
@@ -126,7 +129,7 @@ def _read_scheduler(pipe: Any) -> tuple[str | None, dict[str, Any]]:
 
 @contextmanager
 def _translate_errors(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
-    """Convert known pipeline failures to errors with a hint."""
+    """Convert out-of-memory errors, and errors caused by a missing input image, to errors with a hint."""
     try:
         yield
     except AnyaccelError:

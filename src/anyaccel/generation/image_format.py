@@ -1,4 +1,4 @@
-"""Image file formats, and where each format stores the generation metadata."""
+"""Image file formats, with the generation metadata stored in PNG text chunks or EXIF."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ _MAX_FILE_BYTES = 2**30
 
 
 def encode_image(image: Image.Image, suffix: str, metadata: Sequence[ImageMetadata], quality: int = _QUALITY) -> bytes:
-    """Return the content of an image file; a contact sheet contains the metadata of several images.
+    """Return the bytes of an image file that includes the metadata of one or more images.
 
-    The output is deterministic. `quality`, from 0 to 100, applies to JPEG and WebP; PNG is lossless.
+    `suffix` selects the format. A contact sheet includes the metadata of several images. The output is
+    deterministic. `quality`, from 0 to 100, applies to JPEG and WebP; PNG is lossless.
     """
     file_format = SUFFIXES[suffix.lower()]
     options = (
@@ -85,7 +86,10 @@ def _exif_options(metadata: Sequence[ImageMetadata], file_format: str) -> dict[s
 
 
 def read_metadata(path: str | os.PathLike[str]) -> tuple[ImageMetadata, ...]:
-    """Return the metadata in an image file: one item, or one per image on a contact sheet."""
+    """Return the metadata in an image file: one item, or one per image on a contact sheet.
+
+    Raises UsageError if the file contains no valid metadata.
+    """
     text = _read_document_text(Path(path))
     if text is None:
         raise UsageError(
@@ -102,7 +106,7 @@ def read_metadata(path: str | os.PathLike[str]) -> tuple[ImageMetadata, ...]:
 
 
 def _read_document_text(path: Path) -> str | None:
-    """Return the metadata document in an image file, or None if it has none."""
+    """Return the JSON metadata document in an image file, or None if the file has none."""
     from PIL import Image, UnidentifiedImageError
 
     try:

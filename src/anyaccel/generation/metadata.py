@@ -70,7 +70,7 @@ class ImageMetadata:
 
     @property
     def is_from_hub(self) -> bool:
-        """Whether the model is a Hub ID."""
+        """Whether the model comes from the Hugging Face Hub."""
         return self.model != "embedded" and not self.model.startswith("~") and not Path(self.model).is_absolute()
 
     @property
@@ -79,7 +79,10 @@ class ImageMetadata:
         return str(DeviceSpec(name=read_device_name(self.device), virtual=self.virtual))
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments that regenerate the image: `anyaccel.generate(**metadata.arguments())`."""
+        """Return the arguments that regenerate the image: `anyaccel.generate(**metadata.arguments())`.
+
+        Raises UsageError if an argument, such as an input image, was not recorded.
+        """
         if self.unrecorded:
             raise UsageError(
                 f"the image was generated with {', '.join(self.unrecorded)}, which the metadata does not include",
@@ -104,7 +107,10 @@ class ImageMetadata:
 
 
 def record_call(call: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the call arguments that have no field of their own, and the names of those not valid in JSON."""
+    """Return the call arguments to record, and the names of those that cannot be stored as JSON.
+
+    Arguments that have their own field in `ImageMetadata` are omitted.
+    """
     recorded: dict[str, Any] = {}
     unrecorded: list[str] = []
     for name, value in call.items():
@@ -121,7 +127,7 @@ def record_call(call: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...
 
 
 def _pack(value: Any) -> Any:
-    """Convert tuples, including those in lists, to JSON objects."""
+    """Convert tuples, including those in lists, to JSON objects, so that they can be restored as tuples."""
     # Not to lists: some pipelines concatenate tuples, which fails with a list.
     if isinstance(value, tuple):
         return {_TUPLE: [_pack(item) for item in value]}
@@ -135,7 +141,7 @@ def _unpack(value: Any) -> Any:
 
 
 def write_document(metadata: Sequence[ImageMetadata]) -> str:
-    """Return the metadata document for one image or for a contact sheet, as ASCII JSON."""
+    """Return the metadata of one image, or of all images on a contact sheet, as an ASCII JSON document."""
     documents = [asdict(item) for item in metadata]
     if len(documents) == 1:
         return json.dumps({"format": _SINGLE_IMAGE_FORMAT, **documents[0]})
@@ -178,7 +184,10 @@ _FIELD_TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def _read_image_metadata(document: Mapping[str, Any]) -> ImageMetadata:
-    """Validate the fields and return the metadata of one image; unknown fields from later versions are ignored."""
+    """Return the metadata of one image; raise ValueError if a field is missing or invalid.
+
+    Unknown fields, which later versions may add, are ignored.
+    """
     values: dict[str, Any] = {}
     for attribute in fields(ImageMetadata):
         if attribute.name not in document:
@@ -217,7 +226,7 @@ def describe_metadata(metadata: ImageMetadata) -> str:
 
 
 def find_differences(recorded: ImageMetadata, current: ImageMetadata) -> list[str]:
-    """Return one line for each change since the image was generated that can affect the result."""
+    """Return one line for each difference that can affect the image, such as a package version."""
     differences = []
     for package in sorted({*recorded.versions, *current.versions}):
         before, after = recorded.versions.get(package, "none"), current.versions.get(package, "none")

@@ -32,7 +32,7 @@ LOCK = threading.RLock()
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model that has been loaded onto its device."""
+    """A pipeline that has been loaded and placed on its device, with its model name and revision."""
 
     pipe: Any
     model: ResolvedModel
@@ -46,7 +46,10 @@ _CACHE: dict[tuple[object, ...], LoadedModel] = {}
 
 
 def load_model(request: GenerationRequest, listener: ProgressListener | None = None) -> LoadedModel:
-    """Return the model for a request, loaded onto its device; loading another model releases the cached one."""
+    """Return the model for a request, loaded onto its device; reuse the cached model if it matches.
+
+    Only one model is cached; it is released before another one is loaded.
+    """
     model = request.model
     with LOCK:
         # First, because an unavailable device must be reported before diffusers is imported, which takes seconds.
@@ -70,7 +73,10 @@ def load_model(request: GenerationRequest, listener: ProgressListener | None = N
 def load_uncached(
     request: GenerationRequest, placement_options: PlacementOptions, listener: ProgressListener | None = None
 ) -> LoadedModel:
-    """Load the model for a request onto its device, bypassing the cache; `placement_options` override the request."""
+    """Load the model for a request onto its device without using the model cache.
+
+    The dtype and speed level come from `placement_options`, not from the request.
+    """
     opened = resolve_device(request.device, placement_options)
     fallback = _choose_virtual_dtype(opened, placement_options.dtype)
     placement_options = replace(placement_options, dtype=fallback.value) if fallback else placement_options
@@ -81,7 +87,7 @@ def load_uncached(
 
 
 def release_model() -> None:
-    """Release the cached model and the memory it uses."""
+    """Remove the model from the cache and free its memory; do nothing if the cache is empty."""
     with LOCK:
         if _CACHE:
             _CACHE.clear()
@@ -89,9 +95,10 @@ def release_model() -> None:
 
 
 def _choose_virtual_dtype(opened: OpenDevice, dtype: str | None) -> Decision[str] | None:
-    """Return float32 for a virtual device if its preferred half precision is much slower on this CPU.
+    """Return float32 if a virtual device's half-precision dtype is very slow on this CPU, else None.
 
-    Return None if a dtype was requested, the device is real, or the CPU is fast enough.
+    A virtual device is emulated on the CPU. The limit is 4 times the run time of float32. Also return
+    None if the user requested a dtype or the device is real.
     """
     if dtype is not None or not find_device(opened.sheet.name).virtual:
         return None
@@ -109,7 +116,11 @@ def _load_pipeline(
     fallback: Decision[str] | None,
     listener: ProgressListener | None,
 ) -> Any:
-    """Load a pipeline and place it on a device."""
+    """Load a diffusers pipeline in the chosen dtype and place it on the device.
+
+    `fallback` overrides the dtype choice unless it is None. The listener is notified of each loaded
+    component.
+    """
     chosen = fallback or choose_dtype(opened.sheet, PipelineFacts(pipeline=""), placement_options)
     options: dict[str, Any] = {} if model.revision is None else {"revision": model.revision}
     # Loading in the final dtype avoids a float32 copy of the weights in host memory.

@@ -1,4 +1,7 @@
-"""Resolution of model names (embedded model, folder or Hub ID) and their revisions."""
+"""Resolution of model names: the embedded model, a local folder or a Hugging Face Hub ID.
+
+The revision of a model is a Hub commit or a digest of its local files.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _SAMPLE_BYTES = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedModel:
-    """A resolved model that has not been loaded yet."""
+    """A model name resolved to its source (embedded, folder or Hub), before the model is loaded."""
 
     kind: Literal["embedded", "folder", "hub"]
     name: str
@@ -36,7 +39,11 @@ class ResolvedModel:
 
 
 def resolve_model(model: str | os.PathLike[str] | None = None, revision: str | None = None) -> ResolvedModel:
-    """Resolve a model name; check the files in a local folder, but do not download or load anything."""
+    """Resolve a model name without downloading or loading anything; None is the embedded model.
+
+    Raise if the name is not valid, the files of a local model are not usable, or a revision is
+    passed for a model that is not on the Hub.
+    """
     if not isinstance(model, str | os.PathLike | None):
         raise UsageError(
             f"{model!r} is not a valid model", hint="pass a hub id, a folder, or None for the embedded model"
@@ -60,7 +67,7 @@ def resolve_model(model: str | os.PathLike[str] | None = None, revision: str | N
 
 
 def _abbreviate_home(path: Path) -> str:
-    """Return the absolute path with `~` in place of the home folder."""
+    """Return the absolute path, with the home folder replaced by `~`."""
     # The path is stored in image files, which must not reveal the user name.
     absolute = path.absolute()
     home = Path(os.path.expanduser("~"))
@@ -68,7 +75,10 @@ def _abbreviate_home(path: Path) -> str:
 
 
 def find_revision(model: ResolvedModel) -> str | None:
-    """Return the commit of a Hub model (None if it is not in the Hub cache), or a digest of the local files."""
+    """Return a Hub model's commit hash, or a digest of a local model's files.
+
+    Return None for a Hub model that is not in the local Hub cache.
+    """
     if model.kind == "hub":
         from huggingface_hub import try_to_load_from_cache
 
@@ -84,10 +94,10 @@ def _digest_embedded() -> str:
 
 
 def digest_folder(folder: Path, *, whole: bool = False) -> str:
-    """Return a digest of the names, sizes and contents of a pipeline's files.
+    """Return a SHA-256 digest (16 hex digits) of the names, sizes and contents of a pipeline's files.
 
-    Unless `whole` is set, only the first, middle and last 64 KiB of files over 1 MiB are read. This detects
-    different weights quickly, but does not protect against tampering.
+    Unless `whole` is set, only the first, middle and last 64 KiB of files over 1 MiB are read. This
+    detects different weights quickly, but does not protect against tampering.
     """
     digest = hashlib.sha256()
     for file in _list_model_files(folder):
@@ -100,7 +110,10 @@ def digest_folder(folder: Path, *, whole: bool = False) -> str:
 
 
 def _list_model_files(folder: Path) -> list[Path]:
-    """Return the model index and the files of the components that it lists; other files are ignored."""
+    """Return the paths of `model_index.json` and of the files of the components that it lists.
+
+    Return only the path itself if it is a single-file checkpoint.
+    """
     if not (folder / _INDEX).is_file():
         return [folder] if folder.is_file() else []  # a single-file checkpoint
     index = json.loads((folder / _INDEX).read_text())

@@ -1,6 +1,7 @@
-"""Naming and atomic writing of image files.
+"""Image file naming and atomic writes.
 
-Concurrent processes never overwrite each other's files; see `anyaccel.storage.atomic_write`.
+Unless `force` is set, concurrent processes never overwrite each other's files; see
+`anyaccel.storage.atomic_write`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MAX_ALTERNATIVES = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """A destination folder for images, with a requested file name or names derived from the prompts."""
+    """A folder for generated images, with a requested file name or names derived from the prompts."""
 
     folder: Path
     stem: str | None = None
@@ -37,18 +38,25 @@ class Destination:
     """Whether existing files are overwritten."""
 
     def path_of(self, index: int, prompt: str, seed: int) -> Path:
-        """Return the path for an image by its zero-based index. A derived name may already exist."""
+        """Return the path for the image at a zero-based index.
+
+        A name that is derived from the prompt and seed may already exist.
+        """
         if self.stem is None:
             return self.folder / f"{make_stem(prompt)}-{seed}{self.suffix}"
         number = f"-{index + 1:0{len(str(self.images))}}" if self.images > 1 else ""
         return self.folder / f"{self.stem}{number}{self.suffix}"
 
     def sheet_path(self, prompt: str, seed: int) -> Path:
-        """Return the path for the contact sheet."""
+        """Return the path for the contact sheet, a grid of all images; its file name ends with `-grid`."""
         return self.folder / f"{self.stem or f'{make_stem(prompt)}-{seed}'}-grid{self.suffix}"
 
     def write(self, path: Path, content: bytes) -> Path:
-        """Write a file and return its path; if a derived name already exists, use the next free one."""
+        """Write a file, creating the folder if necessary, and return its path.
+
+        If the file exists and `force` is not set, a number is appended to a derived name. For a requested
+        name, raise FileExistsError instead.
+        """
         _make_folder(self.folder)
         if self.stem is None and not self.force:
             return write_unique(path, content)
@@ -57,7 +65,10 @@ class Destination:
 
 
 def make_stem(prompt: str) -> str:
-    """Return a file stem for a prompt, such as `a-red-apple`, or `image` if it has no letters or digits."""
+    """Return a file name stem for a prompt, such as `a-red-apple`.
+
+    Return `image` if the prompt has no letters or digits.
+    """
     words = re.findall(r"[^\W_]+", unicodedata.normalize("NFC", prompt).lower())
     stem = ""
     for word in words:
@@ -70,10 +81,11 @@ def make_stem(prompt: str) -> str:
 
 
 def read_destination(output: str | os.PathLike[str] | None, *, images: int, sheet: bool, force: bool) -> Destination:
-    """Return the destination for `-o`; raise if it is not writable.
+    """Parse the `-o` option into a destination; raise if images cannot be written there.
 
-    A path that ends with / or is an existing folder is a folder; any other path is a file. Call this before loading a
-    model. Writing checks again, because files can appear in the meantime.
+    A path that ends with `/` or is an existing folder is a folder; any other path is a file. Call
+    this before loading a model, so that a wrong path fails early. The check for existing files is
+    repeated when an image is written.
     """
     text = "./" if output is None else os.fspath(output)
     path = Path(text).expanduser()
@@ -120,14 +132,18 @@ def _check_file(path: Path, force: bool) -> None:
 
 
 def file_exists_error(path: Path) -> UsageError:
-    """Return the error for a file that already exists."""
+    """Return the error to raise for an output file that already exists, with a hint to use `--force`."""
     return UsageError(
         f"{path} already exists", hint="overwrite it with --force (force=True), or choose a different name"
     )
 
 
 def _check_folder(folder: Path, *, create: bool) -> None:
-    """Raise if the folder is not writable; with `create`, raise if its closest existing parent is not writable."""
+    """Raise UsageError if files cannot be written to a folder.
+
+    A missing folder is an error unless `create` is set; then its closest existing parent must be
+    writable.
+    """
     kind = _find_kind(folder)
     if kind == "file":
         raise UsageError(f"{folder} is a file, not a folder", hint="pass a different name to -o")
@@ -162,7 +178,7 @@ def write_output_file(path: Path, content: bytes, *, force: bool = False) -> Non
 
 
 def write_unique(path: Path, content: bytes) -> Path:
-    """Write a file and return its path; if the name exists, use the next free one, such as `apple-2.png`."""
+    """Write a file and return its path; if the path exists, append a number, as in `apple-2.png`."""
     for candidate in _alternatives(path):
         # Saves writing a temporary file per taken name; the write below is the check that counts.
         if not os.path.lexists(candidate):

@@ -1,4 +1,4 @@
-"""Progress events for loaded components and denoising steps, taken from the diffusers progress bars."""
+"""Progress events for component loading and denoising steps, based on the diffusers progress bars."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ __all__ = ["counting_components", "counting_steps"]
 
 
 class _StepBar(tqdm):  # type: ignore[misc]
-    """Invisible progress bar that notifies a listener; subclasses tqdm because pipelines use its full API."""
+    """A hidden tqdm progress bar that reports each denoising step to a listener.
+
+    It is a subclass because pipelines use the full tqdm API.
+    """
 
     def __init__(self, listener: ProgressListener, iterable: Any = None, total: int | None = None) -> None:
         super().__init__(iterable, total=total, disable=True)
@@ -28,7 +31,7 @@ class _StepBar(tqdm):  # type: ignore[misc]
         listener.on_step(0, self.step_count)
 
     def update(self, n: float | None = 1) -> None:
-        """Advance the bar by `n` finished steps."""
+        """Count `n` finished steps and notify the listener."""
         self.done += int(n or 0)
         self.listener.on_step(self.done, self.step_count)
 

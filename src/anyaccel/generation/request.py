@@ -33,7 +33,7 @@ _RANDOM_BITS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """A request to generate images."""
+    """A validated request to generate images: prompts, seeds, model, device and call arguments."""
 
     model: ResolvedModel
     images: tuple[tuple[str, int], ...]
@@ -58,10 +58,10 @@ def make_request(
     revision: str | None = None,
     **call: Any,
 ) -> GenerationRequest:
-    """Validate the arguments before a model is loaded, and return a request.
+    """Validate the arguments and return a generation request, without loading the model.
 
-    An integer seed is the seed for the first image of every prompt; further images of a prompt use consecutive
-    seeds.
+    `call` contains additional arguments for the pipeline call. An integer seed is used for the first
+    image of every prompt, and consecutive seeds for its other images. None selects a random seed.
     """
     call = {name: _check_value(name, _to_python_scalar(value)) for name, value in call.items()}
     for name, hint in _UNSUPPORTED.items():
@@ -89,12 +89,12 @@ def make_request(
 
 
 def _to_python_scalar(value: Any) -> Any:
-    """Convert a NumPy or torch scalar to a JSON-serializable Python scalar."""
+    """Convert a NumPy or torch scalar to a Python scalar; return any other value unchanged."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
 def _check_value(name: str, value: Any) -> Any:
-    """Validate and return a call argument; raise if it is NaN, infinite or out of range."""
+    """Return a pipeline call argument; raise if it is NaN, infinite, or an invalid size or step count."""
     if isinstance(value, float) and not math.isfinite(value):
         raise UsageError(f"{name} must be finite, not {value}", hint=f"for example {name}=5.0, or omit it")
     if name in SIDES and value is not None:
@@ -131,7 +131,11 @@ def _read_count(count: Any) -> int:
 
 
 def _choose_seeds(seed: Any, prompts: int, per_prompt: int) -> tuple[int, ...]:
-    """Return one seed per image. A list contains seeds for all images, or for the images of each prompt."""
+    """Return one seed per image; if `seed` is None, choose a random one.
+
+    A list contains one seed per image, or one seed per image of a prompt, reused for every prompt. An
+    integer is the first of the consecutive seeds that every prompt uses.
+    """
     if seed is None:
         seed = secrets.randbits(_RANDOM_BITS)
     if isinstance(seed, Sequence) and not isinstance(seed, str) and len(seed) == prompts * per_prompt:

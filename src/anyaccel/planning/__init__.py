@@ -1,6 +1,7 @@
-"""Planning: turning a device sheet, facts about a pipeline and the user's options into a plan.
+"""Planning: how to run a pipeline on a device, based on the device's sheet and the user's options.
 
-Nothing here imports torch or opens a device, so plans can be created for hardware that is not installed.
+This package does not import torch or open a device, so it can create plans for hardware that is
+not installed.
 """
 
 from anyaccel.planning.decision import Decision

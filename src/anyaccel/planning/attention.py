@@ -1,4 +1,4 @@
-"""Attention slicing: when an attention call is sliced, and the shapes of the slices."""
+"""Attention slicing: which attention calls are split into slices, and the shapes of the slices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MARGIN = 2
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """A rule for changing attention calls: when to slice them, and whether to make their inputs contiguous."""
+    """A rule that defines when to slice attention calls and whether to make their inputs contiguous."""
 
     max_scores: int | None = None
     """The largest number of scores (batch × heads × queries × keys) that runs unsliced; None for no limit."""
@@ -29,7 +29,10 @@ class AttentionRule:
     """Whether to call `.contiguous()` on query, key and value first."""
 
     def slices(self, query: tuple[int, ...], keys: int) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
-        """Return the query shape, key shape and value width of one slice, or None if the call is not sliced."""
+        """Return the query shape, key shape and value width of one slice, or None if the call is not sliced.
+
+        `query` is the shape of the query tensor, and `keys` is the number of keys.
+        """
         rows, queries, width = math.prod(query[:-2]), query[-2], query[-1]
         heads = query[-3] if len(query) > 2 else 1
         # Same arithmetic as attend_in_slices() in runtime/workarounds, which flattens batch and heads into rows.
@@ -66,7 +69,10 @@ UNCHANGED_ATTENTION = AttentionRule()
 
 
 def choose_attention(sheet: Sheet, options: PlacementOptions, element_bytes: int) -> Decision[AttentionRule]:
-    """Return the attention rule: slice calls that exceed a device size limit, or all calls if requested."""
+    """Return the rule for slicing attention: calls above a device size limit, or all calls if requested.
+
+    `element_bytes` is the size of one tensor element, for limits in bytes.
+    """
     # A limit with an open condition may not apply to this device, and slicing costs time.
     limits = [limit for limit in sheet.limits(SizeLimit).values() if not limit.conditional]
     amounts = [limit.amount // (element_bytes if limit.unit == "bytes" else 1) for limit in limits]

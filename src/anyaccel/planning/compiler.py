@@ -1,4 +1,4 @@
-"""Choice of the compiler and the execution mode for a device."""
+"""Choice of the `torch.compile` backend and the execution mode, such as eager or lazy, for a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CompileRule", "choose_compiler", "choose_mode"]
 
 @dataclass(frozen=True)
 class CompileRule:
-    """Arguments to `torch.compile` for a device."""
+    """`torch.compile` arguments and compile-cache settings for a device."""
 
     backend: str
     """Empty if no compiler is known for the device."""
@@ -34,7 +34,10 @@ class CompileRule:
 
 
 def choose_compiler(sheet: Sheet) -> Decision[CompileRule]:
-    """Return the compiler named in the sheet; shapes are dynamic only if both device and compiler support them."""
+    """Return the `torch.compile` settings for a device; the backend is empty if none is known.
+
+    Shapes are dynamic only if both the device and the compiler support them.
+    """
     compiler = sheet.compiler
     if not isinstance(compiler, Compiler):
         return Decision(CompileRule(""), compiler.says)
@@ -45,7 +48,10 @@ def choose_compiler(sheet: Sheet) -> Decision[CompileRule]:
 
 
 def choose_mode(sheet: Sheet, options: PlacementOptions, environment: Mapping[str, str]) -> Decision[str]:
-    """Return the execution mode: the requested one, the one set in the environment, or the sheet's default."""
+    """Return the execution mode, such as `eager` or `lazy`; raise if the device does not support it.
+
+    If no mode is requested, use the one set by environment variables, or else the sheet's default.
+    """
     modes = {mode.name: mode for mode in sheet.modes}
     if not modes:
         if options.mode not in (None, "eager"):

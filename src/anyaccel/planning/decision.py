@@ -1,4 +1,4 @@
-"""Decisions in a plan: each one is a value and the reason for it."""
+"""Decisions in a plan, each with a value and a reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Decision(Generic[T]):
-    """One decision in a plan, with its reason."""
+    """One decision in a plan: the chosen value and the reason for it."""
 
     value: T
     reason: str
@@ -25,12 +25,12 @@ class Decision(Generic[T]):
 
 
 def cite(claim: Claim) -> str:
-    """Return the statement of a claim with its source: `Row-wise scaled products are faster (https://…)`."""
+    """Format a claim with its source: `Row-wise scaled products are faster (https://…)`."""
     return f"{claim.says.removesuffix('.')} ({claim.source})"
 
 
 def _format(value: object) -> str:
-    """Format a value for display: `yes`, `dtypes, noise`, or `-` if it is empty."""
+    """Format a decision's value, for example as `yes` or `dtypes, noise`; an empty value becomes `-`."""
     if value is None or value == () or value == "":
         return "-"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The dtypes of a pipeline and its components, and replacements for dtypes that a device lacks."""
+"""Choice of dtypes for a pipeline and its components, and replacements for unsupported dtypes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ def choose_dtype(
     options: PlacementOptions,
     half_precision_cost: Mapping[str, float] | None = None,
 ) -> Decision[str]:
-    """Return the weights' dtype: as requested, the half precision they were loaded in, or the device's best.
+    """Return the dtype for the weights.
 
-    `half_precision_cost` maps each half-precision dtype to its measured run time relative to float32.
+    A requested dtype comes first, then the half-precision dtype in which the weights were loaded, then
+    the best dtype for the device according to its sheet. If `half_precision_cost` is passed and no
+    dtype is requested, it decides instead: it maps each half-precision dtype to its measured run time
+    relative to float32.
     """
     if options.dtype is not None:
         return _with_replacement(sheet, options.dtype, f"{options.dtype} was requested")
@@ -45,7 +48,11 @@ def choose_dtype(
 
 
 def find_smaller_dtype(sheet: Sheet, chosen: str, options: PlacementOptions) -> str | None:
-    """Return a smaller dtype to use if the pipeline does not fit in memory; None if no such dtype is allowed."""
+    """Return the dtype to fall back to if the pipeline does not fit in memory, or None.
+
+    The user allows a fallback with the `smallest_dtype` option. It must be smaller than the chosen
+    dtype and supported by the device.
+    """
     allowed = options.smallest_dtype
     if allowed is None or _is_rejected(sheet, allowed) or FLOATING_BYTES[allowed] >= FLOATING_BYTES.get(chosen, 2):
         return None
@@ -81,10 +88,10 @@ def _fails(limit: OperationLimit) -> bool:
 def choose_component_dtypes(
     facts: PipelineFacts, chosen: str, requested: str | None
 ) -> Decision[tuple[tuple[str, str], ...]]:
-    """Return the components whose dtype differs from the pipeline's.
+    """Return the components that keep a dtype other than the pipeline's, with their dtypes.
 
-    Quantized weights are never cast. A float32 component next to a half-precision denoiser was intentionally
-    loaded in float32 and is not cast either.
+    Quantized weights are never cast. A float32 component next to a half-precision denoiser was
+    intentionally loaded in float32. It is not cast either, unless the user requests a dtype.
     """
     quantized = {component.name: component.dtype for component in facts.components if component.quantized}
     wide = {
@@ -100,7 +107,8 @@ def choose_component_dtypes(
 def choose_replacements(sheet: Sheet) -> Decision[tuple[tuple[str, str], ...]]:
     """Return the replacement for each dtype that the device lacks: `(("float64", "float32"), …)`.
 
-    A complex dtype that the device rejects maps to `pairs`: two real tensors, the real and the imaginary part.
+    An unsupported complex dtype maps to `pairs`: a complex tensor is stored as two real tensors, one
+    for the real part and one for the imaginary part.
     """
     replaced: list[tuple[str, str]] = []
     for name in _MAY_BE_MISSING:

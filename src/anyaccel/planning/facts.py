@@ -1,4 +1,4 @@
-"""Facts about a pipeline that a plan depends on, as plain dataclasses."""
+"""Dataclasses for the properties of a pipeline that a plan depends on, such as component dtypes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["ComponentFacts", "PipelineFacts"]
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentFacts:
-    """Facts about one model of a pipeline, such as a denoiser, a text encoder or a VAE."""
+    """Properties of one model in a pipeline, such as the class, dtype and size of a denoiser or VAE."""
 
     name: str
     """The pipeline's name for it: `unet`, `text_encoder_2`."""
@@ -37,7 +37,7 @@ class ComponentFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineFacts:
-    """Facts about a pipeline and its components."""
+    """The class of a pipeline and the properties of its components."""
 
     pipeline: str
     """The class: `StableDiffusionXLPipeline`."""
@@ -52,5 +52,5 @@ class PipelineFacts:
 
     @property
     def denoisers(self) -> tuple[str, ...]:
-        """The names of the components that run at every step."""
+        """The names of the components that run at every denoising step."""
         return tuple(component.name for component in self.components if component.denoises)

@@ -1,4 +1,4 @@
-"""Memory footprint of one pipeline call, by model."""
+"""Memory footprint of one pipeline call: the weights and activations of each model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MemorySavings:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """The size of one model's weights."""
+    """The size of one model's weights, in parameters and in bytes."""
 
     name: str
     """`transformer`, `vae`."""
@@ -38,7 +38,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class ModelCall:
-    """One forward call of a model, and the memory it holds."""
+    """One forward call of a model, and its peak memory without weights."""
 
     component: str
     phase: Phase
@@ -49,7 +49,7 @@ class ModelCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Memory use of one pipeline call for a given image count, image size, dtype and set of memory savings."""
+    """Memory use of one pipeline call for a given batch size, image size, dtype and memory savings."""
 
     pipeline: str
     dtype: str
@@ -75,7 +75,7 @@ class Footprint:
         return sum(model.weights_bytes for model in self.models)
 
     def model(self, name: str) -> ModelSize:
-        """Return the model with this name."""
+        """Return the size of the model with this name."""
         return next(model for model in self.models if model.name == name)
 
 

@@ -11,7 +11,10 @@ __all__ = ["choose_images_per_call"]
 
 
 def choose_images_per_call(sheet: Sheet, options: PlacementOptions) -> Decision[int | None]:
-    """Return the requested count, 1 if batches are unreliable on the device, or None for the whole batch."""
+    """Return the number of images per pipeline call, or None to run the whole batch in one call.
+
+    This is the requested number, or 1 if batches are known to be unreliable on the device.
+    """
     if options.images_per_call is not None:
         return Decision(options.images_per_call, "requested")
     # An unknown answer counts as reliable: one image per call would slow down every device without a report.

@@ -1,4 +1,4 @@
-"""Workspace memory for a device's kernels, and the rounding done by its allocator.
+"""Estimates of the workspace memory for a device's kernels, and of its allocator's rounding.
 
 The constants were fitted to measurements on one H200 (benchmarks/results/memory_cuda.json).
 """
@@ -42,7 +42,7 @@ class Workspace:
     """Bytes held by libraries and scalars."""
 
     def round_up_bytes(self, size: int) -> int:
-        """Return the bytes that the allocator reserves for a tensor of this size."""
+        """Return the number of bytes that the allocator reserves for a tensor of `size` bytes."""
         rounded = -(-size // self.block_bytes) * self.block_bytes
         if not self.segment_bytes or rounded < _LARGE:
             return rounded
@@ -63,9 +63,11 @@ class Workspace:
         return kernel + sum(_count_padded(shape) for shape in (input_shape, output_shape)) * element_bytes
 
     def attention_bytes(self, query: Shape, key: Shape, width: int, *, plain_mask: bool = True) -> int:
-        """Return the workspace bytes of an attention call: a float32 sum per row if fused, all scores twice if not.
+        """Return the workspace size in bytes for one attention call.
 
-        Attention falls back to the unfused kernel if the mask is not contiguous in its last dimension.
+        Fused attention needs one float32 value per query row, or `width` values if the heads are wider
+        than 256. Unfused attention stores all scores twice in float32. It is used if the device has no
+        fused kernel, or if `plain_mask` is False: the mask is not contiguous in its last dimension.
         """
         rows = math.prod(query[:-1])
         if self.fused_attention and plain_mask:
@@ -74,12 +76,19 @@ class Workspace:
 
 
 def _count_padded(shape: Shape) -> int:
-    """Count the elements of a tensor after padding its channels for half-precision kernels."""
+    """Count the elements of a tensor after its channels are padded to a multiple of 8.
+
+    Half-precision convolution kernels pad their inputs and outputs in this way.
+    """
     return math.prod(shape) // shape[1] * -(-shape[1] // _CHANNELS) * _CHANNELS
 
 
 def read_workspace(sheet: Sheet, *, virtual: bool = False) -> Workspace:
-    """Return a device's workspace parameters; attention counts as unfused unless the sheet says it is fused."""
+    """Return the kernel workspace parameters for a device, based on its sheet.
+
+    Attention counts as unfused unless the sheet lists it as fused. With `virtual`, tensor sizes are
+    not rounded up to blocks of 512 bytes.
+    """
     terms = sheet.memory if isinstance(sheet.memory, MemoryTerms) else None
     return Workspace(
         fused_attention=isinstance(sheet.fused_attention, Yes),

@@ -1,4 +1,4 @@
-"""Device limits that a traced model runs into."""
+"""Detection of known device limits that a traced model hits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["LimitHit", "TraceFacts", "find_limit_hits"]
 
 @dataclass
 class TraceFacts:
-    """Facts collected while tracing a pipeline's models."""
+    """Dtypes, operations and largest tensor sizes that were recorded while tracing a pipeline's models."""
 
     dtypes: set[str] = field(default_factory=set)
     """The dtypes of all tensors that were created."""
@@ -30,7 +30,7 @@ class TraceFacts:
 
 @dataclass(frozen=True)
 class LimitHit:
-    """A device limit that a model runs into."""
+    """A known device limit that a model hits, and what triggers it."""
 
     name: str
     says: str
@@ -42,7 +42,11 @@ class LimitHit:
 def find_limit_hits(
     sheet: Sheet, trace: TraceFacts, images: int, *, product: str | None = None, mode: str = ""
 ) -> tuple[LimitHit, ...]:
-    """Return the limits that are known to apply to the device and that the traced models run into."""
+    """Return the known device limits that the traced models hit.
+
+    Limits that apply only under certain conditions, or not to this product and execution mode, are
+    omitted.
+    """
     hits = []
     for name, limit in sheet.limits(Limit).items():
         # A limit with an open condition is not reported: it may not apply to this device.

@@ -1,6 +1,6 @@
-"""Memory planning: whether a call fits on the device, and the fastest memory settings that make it fit.
+"""Memory planning: whether a pipeline call fits on the device, and with which memory settings.
 
-See docs/decisions/0006-memory.md.
+The fastest settings that fit are chosen. See docs/decisions/0006-memory.md.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _FAR_TOO_LARGE = 8
 
 @dataclass(frozen=True)
 class MemoryRule:
-    """Memory settings for a call: memory mode, activation savings and images per model call."""
+    """Memory settings for a pipeline call: memory mode, activation savings and images per model call."""
 
     residence: Residence = "resident"
     savings: MemorySavings = PLAIN
@@ -68,7 +68,7 @@ class MemoryRule:
 
 @dataclass(frozen=True)
 class QuantizationOption:
-    """A quantization that would save memory; it is only suggested, because it changes the image."""
+    """A quantization that would save memory; it is suggested but not applied, as it changes the image."""
 
     name: str
     component: str
@@ -78,7 +78,7 @@ class QuantizationOption:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The predicted memory use of one call."""
+    """The predicted memory use of one pipeline call, and whether the call fits on the device."""
 
     fits: bool
     capacity_bytes: int
@@ -121,7 +121,11 @@ class Forecast:
 
 
 def list_residences(*, unified_memory: bool, can_offload: bool = True) -> tuple[Residence, ...]:
-    """Return the available memory modes, fastest first."""
+    """Return the memory modes that a device supports, fastest first.
+
+    With unified memory, offloading to the CPU saves nothing, so the models of each phase are read from
+    disk instead. `can_offload` allows offloading one model at a time.
+    """
     # With unified memory, offloading a model to the CPU frees nothing: it has to go to disk.
     if unified_memory:
         return ("resident", "phase", "layer")
@@ -135,9 +139,9 @@ def list_rules(
     *,
     supports_tiling: bool = True,
 ) -> Iterator[MemoryRule]:
-    """Yield the memory settings to try, fastest first; all of them respect the options that the user set.
+    """Yield the memory settings to try, fastest first, without overriding options that the user set.
 
-    Splitting the batch is tried before streaming layers, because it reduces speed far less.
+    Splitting the batch is tried before streaming the weights layer by layer, which is far slower.
     """
     options = _list_savings(placement_options, supports_tiling)
     if placement_options.memory is not None:
@@ -176,9 +180,10 @@ def _halve(images: int) -> Iterator[int]:
 
 
 def predict(footprint: Footprint, residence: Residence, *, recorded: bool = False) -> dict[str, int]:
-    """Return the peak memory of each phase in bytes: `load`, `encode`, `denoise`, `decode`.
+    """Return the peak device memory in bytes for each phase: `load`, `encode`, `denoise`, `decode`.
 
-    With `recorded`, the activations of captured denoising graphs are counted in every phase.
+    With `recorded`, assume that denoising steps are captured as device graphs, and count the memory
+    for their activations in every phase.
     """
     pinned = footprint.never_offloaded + (footprint.never_streamed if residence == "layer" else ())
     loaded = footprint.weights_bytes if residence == "resident" else _sum_weights(footprint, pinned)
@@ -227,7 +232,10 @@ def _sum_weights(footprint: Footprint, names: tuple[str, ...]) -> int:
 def choose_memory(
     measure: Measure, images: int, capacity_bytes: int, rules: Iterable[MemoryRule]
 ) -> tuple[Decision[MemoryRule | None], dict[str, int]]:
-    """Return the first memory settings that fit and their peaks, or None and the lowest peaks if none fit."""
+    """Return the first memory settings that fit, and the peak memory of each phase in bytes.
+
+    If no settings fit, return None and the peaks for the settings that need the least memory.
+    """
     candidates = list(rules)
     tried: list[tuple[int, MemoryRule, dict[str, int]]] = []
     for rule in candidates:
@@ -252,7 +260,11 @@ def choose_memory(
 def _reject_early(
     measure: Measure, images: int, capacity_bytes: int, smallest: MemoryRule
 ) -> tuple[Decision[MemoryRule | None], dict[str, int]] | None:
-    """Return a rejection if denoising does not fit even with the smallest memory settings, else None."""
+    """Check whether denoising fits with the memory settings that need the least memory.
+
+    Return None if it fits. Otherwise return a decision with the value None, and the peak memory of
+    each phase in bytes.
+    """
     # Without tiling: a far too large image has thousands of VAE tiles, and tracing them would be slow.
     savings = replace(smallest.savings, vae_in_parts=False)
     peaks = predict(measure(savings, min(smallest.images_per_call or images, images)), smallest.residence)
@@ -283,7 +295,10 @@ def choose_residence(
 
 
 def find_largest_batch(measure: Measure, rule: MemoryRule, capacity_bytes: int) -> int:
-    """Return the largest batch that fits with these memory settings."""
+    """Return the largest batch size that fits with these memory settings, or 0 if no image fits.
+
+    Batches of more than 4 images are extrapolated.
+    """
 
     def fit(images: int) -> bool:
         return max(predict(measure(rule.savings, images), rule.residence).values()) <= capacity_bytes
@@ -312,7 +327,7 @@ def _powers() -> Iterator[int]:
 
 
 def _extrapolate(sample: Footprint, rule: MemoryRule, images: int) -> int:
-    """Estimate the peak memory of a larger batch in bytes by scaling the activations of a measured one."""
+    """Estimate the peak memory of a batch in bytes by scaling the activations of a measured batch."""
     calls = [replace(call, held_bytes=call.held_bytes * images // sample.images) for call in sample.model_calls]
     return max(predict(replace(sample, model_calls=tuple(calls)), rule.residence).values())
 
@@ -320,7 +335,10 @@ def _extrapolate(sample: Footprint, rule: MemoryRule, images: int) -> int:
 def make_forecast(
     measure: Measure, images: int, capacity_bytes: int, rules: Iterable[MemoryRule]
 ) -> tuple[Decision[MemoryRule | None], Forecast]:
-    """Return the memory decision and the forecast for one call."""
+    """Return the memory settings for one pipeline call, and the forecast of its memory use.
+
+    The decision's value is None if no settings fit.
+    """
     candidates = list(rules)
     decision, peaks = choose_memory(measure, images, capacity_bytes, candidates)
     rule = decision.value

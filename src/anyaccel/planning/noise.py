@@ -1,4 +1,7 @@
-"""The device that draws the initial noise: always the CPU, so a seed gives the same image on every device."""
+"""Choice of the device that draws the initial noise.
+
+It is always the CPU, so a seed gives the same noise on every device.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ __all__ = ["choose_noise"]
 
 
 def choose_noise(sheet: Sheet) -> Decision[str]:
-    """Return `cpu`, with the reason that applies to this device."""
+    """Return the device that draws the initial noise: always `cpu`, with a reason specific to the device."""
     # A generator that the caller passes still draws on its own device, if that device has random numbers.
     if sheet.rng_on_device:
         return Decision(

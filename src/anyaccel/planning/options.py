@@ -1,4 +1,4 @@
-"""Options for `anyaccel.place`; the plan chooses a value for every option that is not set."""
+"""Options for `anyaccel.place`; the planner chooses a value for each option that is not set."""
 
 from __future__ import annotations
 
@@ -72,7 +72,10 @@ class PlacementOptions:
 
 
 def read_options(keywords: dict[str, Any], before: PlacementOptions | None = None) -> PlacementOptions:
-    """Validate keyword arguments and merge them into earlier options; raise for an unknown keyword."""
+    """Validate keyword arguments and return them as options, merged into `before` if it is passed.
+
+    Raise UsageError for an unknown keyword or an invalid value.
+    """
     names = [field.name for field in fields(PlacementOptions)]
     for name in keywords:
         if name not in names:
@@ -84,7 +87,10 @@ def read_options(keywords: dict[str, Any], before: PlacementOptions | None = Non
 
 
 def check_residence(memory: str | None, *, unified_memory: bool) -> None:
-    """Raise for `memory="component"` on a device with unified memory, where CPU offloading saves nothing."""
+    """Raise UsageError for `memory="component"` on a device with unified memory.
+
+    Offloading a model to the CPU saves no memory on such a device.
+    """
     if memory == "component" and unified_memory:
         raise UsageError(
             "memory='component' saves no memory on this device: it shares memory with the CPU, so offloading a model "
@@ -94,7 +100,7 @@ def check_residence(memory: str | None, *, unified_memory: bool) -> None:
 
 
 def check_speed(speed: str) -> None:
-    """Raise if the value is not a valid speed level."""
+    """Raise UsageError if `speed` is not `exact`, `fast` or `draft`."""
     if speed not in SPEEDS:
         raise UsageError(
             f"speed must be one of {', '.join(SPEEDS)}, not {speed!r}", hint=nearest(str(speed), list(SPEEDS))
@@ -102,7 +108,11 @@ def check_speed(speed: str) -> None:
 
 
 def read_parallel(text: str) -> tuple[str, int | None]:
-    """Parse `context:4` into `("context", 4)`; without a number, the second value is None (use all processes)."""
+    """Parse the `parallel` option: `context:4` becomes `("context", 4)`.
+
+    Without a number, the second value is None, and all running processes are used. Raise UsageError
+    if the text is not valid.
+    """
     match = _PARALLEL.fullmatch(text) if isinstance(text, str) else None
     ranks = match["ranks"] if match else None
     # One rank is not a split: parallel=None means one device.

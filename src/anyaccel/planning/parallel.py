@@ -57,7 +57,7 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The running processes, and the device types on which diffusers supports tensor parallelism."""
+    """The number of processes, and other facts that determine how a model can be split across devices."""
 
     count: int | None = 1
     """The number of processes; None if nothing will run and any count may be planned."""
@@ -75,7 +75,10 @@ SINGLE_DEVICE: Decision[Split | None] = Decision(
 def choose_parallel(
     sheet: Sheet, facts: PipelineFacts, options: PlacementOptions, ranks: Ranks
 ) -> Decision[Split | None]:
-    """Return how to split the denoisers, or None for no split; raise if the requested split is not possible."""
+    """Return how to split the denoisers across devices, or None for no split.
+
+    Raise UsageError if the requested split is not possible.
+    """
     if options.parallel is None:
         return SINGLE_DEVICE
     strategy, requested = read_parallel(options.parallel)
@@ -102,7 +105,7 @@ def choose_parallel(
 
 
 def torchrun_command(count: int) -> str:
-    """Return the command that starts a program in `count` processes: `torchrun --nproc-per-node 2 program.py`."""
+    """Return the torchrun command that starts a program in `count` processes."""
     return f"torchrun --nproc-per-node {count} program.py"
 
 
@@ -119,7 +122,11 @@ def _as_strategy(name: str) -> SplitStrategy:
 
 
 def _choose_split(sheet: Sheet, facts: PipelineFacts, ranks: Ranks) -> Decision[Split | None]:
-    """Return the first possible split of context, tensor, CFG; tensor is first if the weights exceed one device."""
+    """Return the first possible split: context, tensor or CFG parallelism, tried in this order.
+
+    Tensor parallelism is tried first if the weights do not fit on one device. The value is None if no
+    split is possible.
+    """
     count = ranks.count or _CFG_RANKS
     # Tensor parallelism is the only split that saves weight memory.
     order: list[SplitStrategy] = ["context", "tensor", "cfg"]
@@ -137,7 +144,7 @@ def _choose_split(sheet: Sheet, facts: PipelineFacts, ranks: Ranks) -> Decision[
 
 
 def _find_problem(split: Split, sheet: Sheet, facts: PipelineFacts, ranks: Ranks) -> tuple[str, str] | None:
-    """Return the reason why a split is not possible, with a hint; None if it is possible."""
+    """Return why a split is not possible and a hint for the user, or None if the split is possible."""
     models = [component for component in facts.components if component.denoises]
     if not models:
         return f"{facts.pipeline} has no model that runs at every step", "omit parallel"
@@ -180,7 +187,7 @@ def _find_model_problem(model: ComponentFacts, split: Split) -> tuple[str, str] 
 
 
 def _reject_rank_local_options(options: PlacementOptions) -> None:
-    """Raise for options that could make ranks run different operations, which would deadlock collectives."""
+    """Raise UsageError for options that could make ranks run different operations and deadlock."""
     for name in ("compile", "capture"):
         if getattr(options, name) is True:
             raise UsageError(f"{name}=True is not supported with several devices", hint=f"omit {name} or parallel")
@@ -215,5 +222,5 @@ def _format_gain(split: Split, facts: PipelineFacts) -> str:
 
 
 def _format_count(count: int) -> str:
-    """Format a count for display: `11.9 billion`, `3,520`."""
+    """Format a parameter count for display, such as `11.9 billion` or `3,520`."""
     return f"{count / 1e9:.1f} billion" if count >= 1e8 else f"{count:,}"

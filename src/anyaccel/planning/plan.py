@@ -79,11 +79,11 @@ class Plan:
 
     @property
     def memory_in_use(self) -> Decision[MemoryRule]:
-        """The memory settings of the last call, or the planned ones before the first call."""
+        """The memory settings used by the last call, or the planned settings before the first call."""
         return self.report.memory or self.memory
 
     def decisions(self) -> Iterator[tuple[str, Decision[Any]]]:
-        """Yield the name and value of each decision."""
+        """Yield the name and the `Decision` object for each decision in the plan."""
         for entry in fields(self):
             value = getattr(self, entry.name)
             if isinstance(value, Decision):
@@ -122,9 +122,9 @@ def make_plan(
     environment: Mapping[str, str] | None = None,
     ranks: Ranks | None = None,
 ) -> Plan:
-    """Return the plan for a pipeline on one device, or on one rank of several.
+    """Return the plan for running a pipeline on one device, or on one rank of a parallel run.
 
-    `dtype` overrides the dtype decision, for callers that had to choose a dtype before loading the weights.
+    `dtype` overrides the dtype decision, for callers that choose a dtype before loading the weights.
     """
     # Attention limits in bytes depend on the dtype, and workarounds on both: keep this order.
     dtype = dtype or choose_dtype(sheet, facts, options, half_precision_cost)
@@ -160,7 +160,10 @@ def make_plan(
 
 
 def without_rank_local_choices(plan: Plan) -> Plan:
-    """Return the plan without the decisions that could differ between ranks: compilation and graph capture."""
+    """Return a copy of the plan with compilation and graph capture disabled.
+
+    If these differed between ranks, the ranks would run different collectives and deadlock.
+    """
     # A rank that compiles earlier than the others, or replays a graph, would run different collectives and deadlock.
     return replace(
         plan,

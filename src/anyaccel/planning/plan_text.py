@@ -31,7 +31,7 @@ _INFORMATION = {"compiler"}
 
 
 def describe_plan(plan: Plan, width: int | None = None) -> list[str]:
-    """Return the lines of `print(plan)`, starting with the decisions that differ from the defaults.
+    """Return the lines that `print(plan)` shows, with decisions that differ from the defaults first.
 
     `width` defaults to the width of the terminal.
     """
@@ -48,7 +48,7 @@ def describe_plan(plan: Plan, width: int | None = None) -> list[str]:
 
 
 def split_by_default(plan: Plan) -> tuple[list[tuple[str, Decision[Any]]], list[tuple[str, Decision[Any]]]]:
-    """Split the decisions into those that differ from the defaults and those that do not."""
+    """Return a plan's decisions as two lists: those that differ from the defaults, and the defaults."""
     changed: list[tuple[str, Decision[Any]]] = []
     unchanged: list[tuple[str, Decision[Any]]] = []
     for name, decision in plan.decisions():
@@ -68,9 +68,9 @@ def split_by_default(plan: Plan) -> tuple[list[tuple[str, Decision[Any]]], list[
 def describe_decisions(
     decisions: Iterable[tuple[str, Decision[Any]]], width: int, *, compact: bool = False
 ) -> list[str]:
-    """Format decisions as lines of name, value and reason, wrapped to the width.
+    """Format decisions as lines with name, value and reason, wrapped to `width` columns.
 
-    `compact` puts the reason in parentheses after the value instead of below it.
+    With `compact`, the reason follows the value in parentheses instead of on a separate line.
     """
     column = max(_MIN_WIDTH, min(width, _MAX_WIDTH)) - 2 - _NAME_WIDTH
     lines: list[str] = []

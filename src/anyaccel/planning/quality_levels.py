@@ -42,7 +42,7 @@ class StepSkipping:
         return step < first_skipped or (step - first_skipped) % self.every == self.every - 1
 
     def count(self, steps: int) -> int:
-        """Return the number of steps that run the denoiser."""
+        """Return how many of `steps` denoising steps run the denoiser."""
         return sum(self.is_run(step, steps) for step in range(steps))
 
     def __str__(self) -> str:
@@ -71,7 +71,11 @@ def choose_step_skipping(options: PlacementOptions) -> Decision[StepSkipping | N
 
 
 def choose_quantization(sheet: Sheet, options: PlacementOptions, dtype: str) -> Decision[str]:
-    """Return the dtype for large matrix products, or an empty string to keep the model's dtype."""
+    """Return `float8` for quantized matrix products, or an empty string to keep the model's dtype.
+
+    float8 is used only at the `fast` and `draft` speed levels, for half-precision models, on devices
+    where it is known to be faster.
+    """
     if options.speed == "exact":
         return Decision("", "speed='exact': matrix products stay in the dtype of the model")
     # Only if the sheet has a measurement: on other devices casting to float8 may cost more than it saves.

@@ -1,6 +1,6 @@
-"""Run reports: what has happened since a pipeline was placed.
+"""Run reports: what happened after a pipeline was placed, such as compilations and fallbacks.
 
-The decisions in the pipeline's plan never change.
+A report is kept separate from the plan's decisions, which never change.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class RunReport:
     """The predicted memory of the last call, if it was computed."""
 
     def entries(self) -> Iterator[tuple[str, Decision[Any]]]:
-        """Yield the name and value of each outcome."""
+        """Yield the name and the `Decision` object for each recorded outcome."""
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Decision):
                 yield field.name, value
 
     def add_not_compiled(self, model: str, reason: str) -> None:
-        """Record that a model now runs eagerly, with the reason."""
+        """Record that a model runs eagerly instead of compiled, with the reason."""
         before = self.not_compiled or Decision((), "")
         if model in before.value:
             return

@@ -11,7 +11,11 @@ __all__ = ["choose_scheduler_location"]
 
 
 def choose_scheduler_location(sheet: Sheet, options: PlacementOptions) -> Decision[str]:
-    """Return `cpu` if a timestep lookup on the device fails or costs a round trip per step, else `device`."""
+    """Return where the scheduler's timesteps and sigmas are stored: `cpu` or `device`.
+
+    Unless the user sets this option, use `cpu` if looking up a timestep on the device fails or
+    requires a round trip to the host at every step.
+    """
     if options.scheduler is not None:
         return Decision(options.scheduler, "requested")
     # diffusers' index_for_timestep calls nonzero() and item(): https://github.com/huggingface/diffusers/pull/11696

@@ -36,7 +36,7 @@ _MANY_IMAGES = 2000
 
 @dataclass(frozen=True)
 class CompilePolicy:
-    """A policy for when and how models are compiled."""
+    """A compile policy: when to compile, what to compile, and the expected compile time and speedup."""
 
     when: Literal["never", "now", "when it pays off"]
     region: Region = "whole"
@@ -57,9 +57,9 @@ def choose_compile_policy(
 ) -> Decision[CompilePolicy]:
     """Return whether and when denoisers and decoders are compiled.
 
-    On a device that needs workarounds, whole models are compiled, because the workarounds are applied to the graph
-    (`runtime/speed/graph_workarounds.py`). If a workaround cannot be applied there, the device rejects the graph and
-    the model runs eagerly.
+    On a device that needs workarounds, whole models are compiled, because the workarounds are applied
+    to the graph (`runtime/speed/graph_workarounds.py`). If a required workaround cannot be applied to
+    the graph, compilation fails and the model runs eagerly.
     """
     speedup = sheet.speedup("compile")
     if options.compile is False:
@@ -84,13 +84,19 @@ def choose_compile_policy(
 
 
 def _is_mostly_blocks(component: ComponentFacts) -> bool:
-    """Return whether a model spends most of its time in repeated blocks."""
+    """Return whether a model has more repeated blocks than convolutions.
+
+    Such a model spends most of its time in the blocks, so only the blocks need to be compiled.
+    """
     # A UNet has transformer blocks too, but spends its time in the convolutions between them.
     return component.blocks > component.convolutions
 
 
 def is_worth_compiling(policy: CompilePolicy, seconds_per_image: float, done: int, expected: int | None) -> bool:
-    """Return whether compiling would save more time on the remaining images than it takes."""
+    """Return whether compiling would save more time on the remaining images than it takes.
+
+    If `expected` is None, assume that as many images remain as have been generated.
+    """
     if policy.when != "when it pays off":
         return policy.when == "now"
     # The ski rental rule: without a known count, expecting as many images as were generated so far costs at most
@@ -105,12 +111,12 @@ def choose_channels_last(sheet: Sheet, options: PlacementOptions) -> Decision[bo
 
 
 def choose_capture(sheet: Sheet, options: PlacementOptions) -> Decision[bool]:
-    """Return whether denoisers may be captured as device graphs and replayed."""
+    """Return whether denoisers may be captured as device graphs (such as CUDA graphs) and replayed."""
     return _choose(sheet, "capture", options.capture)
 
 
 def choose_fusions(sheet: Sheet, options: PlacementOptions) -> Decision[tuple[str, ...]]:
-    """Return the fused operations that compiled models use."""
+    """Return the names of the fused operations that compiled models use, such as `group_norm`."""
     if options.fuse is False:
         return Decision((), "fuse=False was requested")
     speedups = [speedup for name in FUSIONS if (speedup := sheet.speedup(name)) is not None]

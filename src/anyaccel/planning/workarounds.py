@@ -1,4 +1,4 @@
-"""Workarounds applied inside the models by torch function modes."""
+"""Choice of the workarounds that torch function modes apply inside a pipeline's models."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["choose_workarounds"]
 def choose_workarounds(
     sheet: Sheet, replacements: tuple[tuple[str, str], ...], attention: AttentionRule
 ) -> Decision[tuple[str, ...]]:
-    """Return the names of the workarounds that the models need.
+    """Return the names of the workarounds that are required inside the models.
 
-    Pipeline code outside the models always runs with all workarounds. Inside the models, each one costs time,
-    so only the returned ones are applied:
+    Pipeline code outside the models always runs with all workarounds. Inside the models, each one
+    costs time, so only the returned ones are applied:
 
     - `dtypes`: replace dtypes that the device does not support.
-    - `complex_pairs`: represent complex numbers as pairs of real ones.
+    - `complex_pairs`: store each complex tensor as two real tensors.
     - `noise`: draw random numbers on the CPU.
-    - `dynamic_shapes`: evaluate masks and `nonzero` on the CPU.
-    - `attention`: slice attention, or make its inputs contiguous.
+    - `dynamic_shapes`: evaluate boolean masks and functions such as `nonzero` on the CPU.
+    - `attention`: slice attention calls, or make their inputs contiguous.
     - `clone_scalars`: clone CPU scalars that are views of a larger tensor.
     - `zero_empty`: initialize the result of `torch.empty` to zero.
-    - `ignore_beta_zero`: drop the input of `baddbmm` and similar operations if `beta` is 0.
+    - `ignore_beta_zero`: ignore the input of `baddbmm` and similar operations if `beta` is 0.
     """
     needs = {
         "dtypes": any(replacement != "pairs" for _, replacement in replacements),

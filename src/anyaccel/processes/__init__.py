@@ -1,1 +1,1 @@
-"""Child processes, signals and the garbage collector."""
+"""Utilities for child processes, signals and the garbage collector."""

@@ -35,40 +35,43 @@ _thread = threading.local()
 
 
 class _Children:
-    """The running children of one thread pool. Callers hold `_fork_lock`."""
+    """The running child processes of one thread pool; callers must hold `_fork_lock`."""
 
     def __init__(self) -> None:
         self.running: set[BaseProcess] = set()
         self.ended = False
 
     def start(self, child: BaseProcess) -> None:
-        """Start a child; raise CancelledError if the pool has shut down."""
+        """Start a child process; raise CancelledError if the pool has shut down."""
         if self.ended:
             raise CancelledError
         self.running.add(child)
         child.start()
 
     def end(self, child: BaseProcess) -> None:
-        """Kill a child and wait for it to exit. If it has already exited, keep its exit status."""
+        """Kill a child process and wait for it to exit; a process that has exited keeps its exit status."""
         self.running.discard(child)
         if child.pid is not None:
             child.kill()
             child.join()
 
     def end_all(self) -> None:
-        """Kill all children and prevent new ones from starting. The pool's threads wait for the children to exit."""
+        """Kill all child processes and prevent new ones from starting.
+
+        The pool's threads wait for the killed processes to exit.
+        """
         self.ended = True
         for child in self.running:
             child.kill()
 
 
 def call_in_fork(function: Callable[[], T], *, name: str = "the function", timeout_s: float = 600.0) -> T:
-    """Call a function in a fork of this process and return its result.
+    """Call a function in a forked child process and return its result.
 
-    An exception in the function is re-raised here unchanged, with the child's traceback as a note (Python 3.11
-    and newer). A child that does not return within `timeout_s` seconds is killed. On Linux, the child is also
-    killed when the calling thread ends. On other systems, if the parent is killed, the child exits when the
-    function returns.
+    An exception in the function is re-raised in the caller, with the child's traceback as a note
+    (Python 3.11 and newer). If the function does not return within `timeout_s` seconds, the child is
+    killed and TimeoutError is raised. On Linux, the child is also killed when the calling thread ends.
+    On other systems, if the parent is killed, the child exits when the function returns.
     """
     children: _Children = getattr(_thread, "children", None) or _Children()
     child, receiver = _start(function, children)
@@ -102,8 +105,8 @@ def call_in_fork(function: Callable[[], T], *, name: str = "the function", timeo
 def forking_threads(count: int) -> Iterator[ThreadPoolExecutor]:
     """Provide a thread pool for functions that use `call_in_fork`.
 
-    If the block raises, all children are killed, no more are started, and pending calls raise CancelledError, so the
-    error is not delayed until the children finish.
+    If the `with` block raises, all child processes are killed, no more are started, and pending calls
+    raise CancelledError. The exception propagates without waiting for the functions to finish.
     """
     children = _Children()
     with ThreadPoolExecutor(count, initializer=_join_pool, initargs=(children,)) as pool:
@@ -121,7 +124,7 @@ def _join_pool(children: _Children) -> None:
 
 
 def _start(function: Callable[[], Any], children: _Children) -> tuple[BaseProcess, Connection]:
-    """Start a child; return it and the receiving end of its pipe."""
+    """Start a child process that runs the function; return it and the receiving end of its pipe."""
     context = multiprocessing.get_context("fork")
     with _fork_lock:
         receiver, sender = context.Pipe(duplex=False)
@@ -157,7 +160,10 @@ def _run(parent: int, receiver: Connection, sender: Connection, function: Callab
 
 
 def _pack_error(error: BaseException) -> bytes:
-    """Return the pickled error with its traceback as a note, or a RuntimeError with its text if pickling fails."""
+    """Pickle an exception, with its traceback as a note.
+
+    If it cannot be pickled, pickle a RuntimeError that contains its text instead.
+    """
     text = "".join(traceback.format_exception(error))
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(text)
@@ -170,7 +176,7 @@ def _pack_error(error: BaseException) -> bytes:
 
 
 def _renew_lock() -> None:
-    """Replace the lock in a forked process, where the thread that held it does not exist."""
+    """Replace `_fork_lock` in a forked child, where the thread that held the lock does not exist."""
     global _fork_lock
     _fork_lock = threading.Lock()
 

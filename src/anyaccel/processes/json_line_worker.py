@@ -1,8 +1,8 @@
-"""A child interpreter that answers requests, using one line of JSON per message.
+"""A child Python process that answers requests, with one line of JSON per message.
 
-The parent creates a `JsonLineWorker` for a module, and that module uses `connecting_to_parent` in the
-child. This file is also the child's startup script. It imports only the standard library, because the
-module determines what to import first.
+The parent creates a `JsonLineWorker` for a module, and that module uses `connecting_to_parent` in
+the child. This file is also the child's startup script. It imports only the standard library, so
+that the module controls which libraries are imported first.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _STDERR_BYTES = 65536
 
 
 class JsonLineWorker:
-    """A child process that runs a module like `python -m` and answers JSON messages in order.
+    """A child process that runs a module, as `python -m` does, and answers JSON messages in order.
 
-    As a context manager, it kills the process at the end of the `with` block. If the parent is killed, the
-    child exits at its next read or write.
+    As a context manager, it kills the process at the end of the `with` block. If the parent is killed,
+    the child exits at its next read or write.
     """
 
     def __init__(
@@ -55,20 +55,26 @@ class JsonLineWorker:
         self._requests, self._answers = self._process.stdin, self._process.stdout
 
     def request(self, message: Any, timeout_s: float = threading.TIMEOUT_MAX) -> Any:
-        """Send a message and return the answer; see `receive`."""
+        """Send a message and return the answer; raise EOFError if the process exits first.
+
+        A process that does not answer within `timeout_s` seconds is killed.
+        """
         self.send(message)
         return self.receive(timeout_s)
 
     def send(self, message: Any) -> None:
-        """Send a message without waiting for the answer. If the process has exited, `receive` raises."""
+        """Send a message without waiting for the answer.
+
+        If the process has exited, this does not raise, but `receive` does.
+        """
         with contextlib.suppress(BrokenPipeError):
             self._requests.write(json.dumps(message) + "\n")
             self._requests.flush()
 
     def receive(self, timeout_s: float = threading.TIMEOUT_MAX) -> Any:
-        """Return the next answer.
+        """Return the next answer; raise EOFError if the process exits first.
 
-        Raise EOFError if the process exits first. A process that does not answer in time is killed.
+        A process that does not answer within `timeout_s` seconds is killed.
         """
         # readline() has no timeout. Killing the process makes it return.
         timer = threading.Timer(timeout_s, self._process.kill)
@@ -82,7 +88,10 @@ class JsonLineWorker:
         return json.loads(line)
 
     def close(self, timeout_s: float = _END_S) -> int:
-        """Wait for the process to exit, killing it after `timeout_s`, and return its exit status."""
+        """Close the message pipes, wait for the process to exit, and return its exit status.
+
+        A process that does not exit within `timeout_s` seconds is killed.
+        """
         # Closing its stdin ends the child's iterator over messages.
         for pipe in (self._requests, self._answers):
             with contextlib.suppress(BrokenPipeError):
@@ -113,9 +122,9 @@ class JsonLineWorker:
 
 @contextmanager
 def connecting_to_parent() -> Iterator[tuple[Iterator[Any], Callable[[Any], None]]]:
-    """Provide an iterator over the parent's messages and a function that sends an answer.
+    """Connect a child to its parent: provide an iterator over messages and a function to send answers.
 
-    The messages end when the parent closes the worker or exits.
+    The iterator ends when the parent closes the worker or exits.
     """
     incoming, outgoing = (int(descriptor) for descriptor in os.environ.pop(_PIPES).split(","))
     with os.fdopen(incoming) as requests, os.fdopen(outgoing, "w") as answers:
@@ -128,7 +137,10 @@ def connecting_to_parent() -> Iterator[tuple[Iterator[Any], Callable[[Any], None
 
 
 def _run_module() -> None:
-    """Run the module named on the command line, after moving the message pipes off stdin and stdout."""
+    """Run the module named on the command line, with message pipes separate from stdin and stdout.
+
+    Anything that the module prints goes to stderr.
+    """
     # Prints of the module and its libraries must not mix with the answers: stdout becomes stderr.
     os.environ[_PIPES] = f"{os.dup(0)},{os.dup(1)}"
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -35,7 +35,7 @@ class PipeWorker:
         self._waiting = threading.Lock()
 
     def start(self) -> None:
-        """Start the process."""
+        """Start the process, and a thread that sends queued messages to it."""
         with _environment(self._env):
             self._process.start()
         self._child_end.close()  # with a copy open in this process, `receive` would not notice that the child exited
@@ -43,24 +43,36 @@ class PipeWorker:
         threading.Thread(target=self._send_all, name=f"{self._process.name}-sender", daemon=True).start()
 
     def send(self, message: Any) -> None:
-        """Send a message without waiting. If the process has exited, `receive` raises."""
+        """Queue a message for the process; raise if the message cannot be pickled.
+
+        If the process has exited, this does not raise, but `receive` does.
+        """
         # Pickled here, so an unpicklable message raises in the caller and not in the sender thread.
         self._outbox.put(ForkingPickler.dumps(message))
 
     def receive(self, timeout_s: float | None = None) -> Any:
-        """Return the next message, or None after `timeout_s` seconds; raise EOFError if the process has exited."""
+        """Return the next message, or None if no message arrives within `timeout_s` seconds.
+
+        Raise EOFError if the process has exited.
+        """
         try:
             return self._connection.recv() if self._connection.poll(timeout_s) else None
         except OSError as error:
             raise EOFError from error
 
     def kill(self) -> None:
-        """Kill the process without waiting for it to exit. Can be called repeatedly and from any thread."""
+        """Kill the process without waiting for it to exit.
+
+        This can be called repeatedly and from any thread.
+        """
         if self._process.pid is not None:
             self._process.kill()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait for the process to exit and return its exit status, or None after `timeout_s` seconds."""
+        """Wait for the process to exit and return its exit status.
+
+        Return None if the process is still running after `timeout_s` seconds.
+        """
         with self._waiting:  # if two threads wait for one process, one of them misses its status
             if self._process.pid is not None:
                 self._process.join(timeout_s)
@@ -78,7 +90,10 @@ class PipeWorker:
         self.wait()
 
     def _send_all(self) -> None:
-        """Send queued messages in a separate thread, because an unresponsive child would block the caller."""
+        """Send queued messages until the process exits.
+
+        This runs in a separate thread, because sending to an unresponsive child would block the caller.
+        """
         while (pickled := self._outbox.get()) is not None:
             try:
                 self._connection.send_bytes(pickled)
@@ -87,13 +102,16 @@ class PipeWorker:
 
 
 def wait_for_messages(workers: Collection[PipeWorker], timeout_s: float) -> list[PipeWorker]:
-    """Wait until a worker has sent a message or exited, and return the workers whose `receive` will not block."""
+    """Wait until a worker has sent a message or exited, for at most `timeout_s` seconds.
+
+    Return the workers on which `receive` will not block; the list is empty after a timeout.
+    """
     ready = wait([worker._connection for worker in workers], timeout_s)
     return [worker for worker in workers if worker._connection in ready]
 
 
 class ParentPipe:
-    """The child's end of the pipe. The child exits as soon as the parent exits."""
+    """The child's end of the pipe to its parent; the child exits as soon as the parent exits."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -102,7 +120,7 @@ class ParentPipe:
         threading.Thread(target=self._receive_all, name="parent-reader", daemon=True).start()
 
     def send(self, message: Any) -> None:
-        """Send a message to the parent, from any thread."""
+        """Send a message to the parent; this is safe to call from any thread."""
         with self._sending:
             try:
                 self._connection.send(message)
@@ -110,7 +128,7 @@ class ParentPipe:
                 os._exit(0)  # not sys.exit, which would only end this thread
 
     def receive(self) -> Any:
-        """Wait for the next message from the parent."""
+        """Wait for the next message from the parent and return it."""
         return self._inbox.get()
 
     def _receive_all(self) -> None:
@@ -128,7 +146,10 @@ def _run(connection: Connection, target: Callable[..., None], arguments: tuple[A
 
 @contextmanager
 def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside the `with` block, so a spawned process has them before its first import."""
+    """Set environment variables inside the `with` block, then restore the previous values.
+
+    A process that is spawned inside the block has the variables before its first import.
+    """
     before = {name: os.environ[name] for name in changes if name in os.environ}
     os.environ.update(changes)
     try:

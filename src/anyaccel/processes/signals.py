@@ -1,4 +1,4 @@
-"""Signal handlers for the duration of a `with` block, and child processes that exit with their parent."""
+"""Temporary signal handlers, and termination of child processes when their parent exits."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 class TerminatedError(BaseException):
-    """Raised on SIGTERM. Like KeyboardInterrupt, it is not an `Exception`."""
+    """Raised on SIGTERM; like KeyboardInterrupt, it is not caught by `except Exception`."""
 
 
 @contextmanager
 def handling_signals(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
-    """Handle signals inside the `with` block, then restore the previous handlers.
+    """Install a signal handler inside the `with` block, then restore the previous handlers.
 
-    Signals that the process ignores remain ignored. Outside the main thread, where Python does not allow
-    signal handlers, this does nothing.
+    Signals that the process ignores remain ignored. Outside the main thread, where Python does not
+    allow signal handlers, this does nothing.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     handled = [number for number in numbers if in_main_thread and signal.getsignal(number) != signal.SIG_IGN]
@@ -45,7 +45,7 @@ def raising_on_sigterm() -> AbstractContextManager[None]:
 def end_with_parent(parent: int) -> None:
     """Kill this process when the thread that started it ends; `parent` is the ID of the parent process.
 
-    Known limitation: this has an effect only on Linux.
+    This has an effect only on Linux.
     """
     if sys.platform == "linux":
         import ctypes

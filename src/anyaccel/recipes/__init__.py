@@ -1,7 +1,7 @@
-"""Tiny versions of the diffusers pipelines, with random weights and nothing to download.
+"""Tiny versions of the diffusers pipelines with random weights; nothing is downloaded.
 
-A new recipe needs no registration: `recipes()` scans the modules in `families/` for `RECIPES`. Neither importing this
-package nor calling `recipes()` imports torch.
+A new recipe needs no registration: `recipes()` scans the modules in `families/` for `RECIPES`.
+Neither importing this package nor calling `recipes()` imports torch.
 """
 
 from anyaccel.recipes.not_covered import NOT_COVERED

@@ -1,4 +1,4 @@
-"""Proxies that import heavy libraries on first use."""
+"""Proxies for torch, diffusers, transformers and NumPy that import the library on first use."""
 
 from __future__ import annotations
 

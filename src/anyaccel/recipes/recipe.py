@@ -1,4 +1,4 @@
-"""Recipes: how to build a tiny pipeline, how to call it, and how to read its output."""
+"""Recipes, which define how to build a tiny pipeline and which arguments to call it with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEED = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A tiny instance of a pipeline class, with call arguments."""
+    """A named pair of functions: one builds a tiny pipeline, the other returns its call arguments."""
 
     name: str
     """Unique name in kebab-case: `stable-diffusion`."""
@@ -46,7 +46,10 @@ def make_recipe(
     call: Callable[[], dict[str, Any]],
     finish: Callable[[Any], None] | None = None,
 ) -> Recipe:
-    """Return a recipe for a pipeline class; `parts` returns the components and other constructor arguments."""
+    """Return a recipe that builds a pipeline with `assemble` and gets its call arguments from `call`.
+
+    `parts` returns the pipeline's components and other constructor arguments.
+    """
     make = functools.partial(assemble, pipeline, parts, finish)
     return Recipe(name=name, pipeline=pipeline, family=family, make=make, call=call)
 
@@ -54,9 +57,9 @@ def make_recipe(
 def assemble(
     pipeline: str, parts: Callable[[], dict[str, Any]], finish: Callable[[Any], None] | None = None
 ) -> DiffusionPipeline:
-    """Build a pipeline from its components, call `finish` on it and randomize its weights.
+    """Build a diffusers pipeline, call `finish` on it and set its weights to fixed random values.
 
-    `finish` may, for example, load an adapter. Seeds are fixed, and the global random state is restored.
+    `finish` may, for example, load an adapter. Torch's global random state does not change.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
@@ -75,7 +78,7 @@ def assemble(
 def run(recipe: Recipe, pipe: DiffusionPipeline) -> npt.NDArray[Any]:
     """Call the pipeline with the recipe's arguments and return its main output as a float32 array.
 
-    Raise if the output is not finite.
+    Raise `AnyaccelError` if the output contains NaN or Inf.
     """
     # Some pipelines ignore `generator` and draw from the global one, for example CogView 4 with control.
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -94,7 +97,7 @@ def run(recipe: Recipe, pipe: DiffusionPipeline) -> npt.NDArray[Any]:
 
 
 def _move_tensors(arguments: dict[str, Any], device: Any) -> dict[str, Any]:
-    """Return the arguments with their tensors moved to the pipeline's device."""
+    """Return the call arguments with all tensors moved to a device."""
     import torch
 
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}

@@ -1,4 +1,4 @@
-"""Recipe registry, which scans the modules in `recipes/families/`."""
+"""Registry of the recipes that are defined in the modules of `recipes/families/`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["recipes"]
 
 
 def recipes() -> dict[str, Recipe]:
-    """Return all recipes by name, ordered by module and, within a module, as listed in `RECIPES`."""
+    """Return all recipes by name, in order of module name; raise if two recipes share a name."""
     package = importlib.import_module(f"{__package__}.families")
     by_name: dict[str, Recipe] = {}
     for module_name in sorted(module.name for module in pkgutil.iter_modules(package.__path__)):

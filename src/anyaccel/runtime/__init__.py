@@ -1,1 +1,1 @@
-"""Placement of a pipeline on a device according to its plan, and execution of its calls."""
+"""Placement of pipelines on a device according to a plan, and execution of pipeline calls."""

@@ -1,7 +1,7 @@
 """Batch splitting: run a batch as several pipeline calls and join their results.
 
-On devices that do not run batches reliably, each call generates one image. A batch that does not fit in
-memory is also split.
+On devices with unreliable support for batches, each call generates one image. A batch that does
+not fit in memory is also split.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _INPUT_IMAGES = ("image", "mask_image")
 
 
 def split_request(request: CallRequest, images_per_call: int | None, first: int = 0) -> list[CallRequest]:
-    """Split a request, starting at image `first`, into requests of at most `images_per_call` images."""
+    """Split a request into requests of at most `images_per_call` images, starting at image `first`."""
     limit = images_per_call or request.images
     if not first and request.images <= limit:
         return [_repeat_input_images(request)]
@@ -46,7 +46,7 @@ def split_request(request: CallRequest, images_per_call: int | None, first: int 
 
 
 def _repeat_input_images(request: CallRequest) -> CallRequest:
-    """Repeat a shared input image once per output image if the request has several seeds."""
+    """Repeat a shared input image for each output image if the request has several seeds."""
     # diffusers encodes a shared image once, with noise from the first generator of the list. All other images would
     # differ from those that their seeds give in a call of their own (diffusers 0.42).
     if len(request.seeds) < 2 or "strength" not in request.accepts:
@@ -56,7 +56,7 @@ def _repeat_input_images(request: CallRequest) -> CallRequest:
 
 
 def _repeat(value: Any, request: CallRequest) -> Any:
-    """Return one input image per output image, repeating a shared image or the image of each prompt."""
+    """Return one input image per output image, repeating a shared image or each prompt's image."""
     # Pipelines that accept image embeddings, such as Kandinsky, repeat the images of a prompt themselves.
     each = 1 if "image_embeds" in request.accepts else request.per_prompt
     if isinstance(value, Image):
@@ -72,7 +72,11 @@ def _repeat(value: Any, request: CallRequest) -> Any:
 
 
 def _select_rows(request: CallRequest, rows: range) -> Iterator[CallRequest]:
-    """Yield requests for a range of images: one request if it covers whole prompts, otherwise one per prompt."""
+    """Yield the requests that generate a range of a request's images.
+
+    If the range includes all images of each of its prompts, it becomes one request. Otherwise, it
+    becomes one request per prompt.
+    """
     # A call has the same number of images for every prompt, so a partial prompt needs a call of its own.
     prompts = sorted({row // request.per_prompt for row in rows})
     whole = len(rows) == len(prompts) * request.per_prompt
@@ -91,7 +95,7 @@ def _select_rows(request: CallRequest, rows: range) -> Iterator[CallRequest]:
 
 
 def _select(name: str, value: Any, request: CallRequest, prompts: list[int], images: list[int]) -> Any:
-    """Return the elements of an argument that belong to the selected prompts or images."""
+    """Return an argument's elements for the given prompts or images; return shared arguments unchanged."""
     if name in _PER_CALL_ARGUMENTS or value is None or isinstance(value, str | dict):
         return value
     if isinstance(value, torch.Tensor | numpy.ndarray):
@@ -113,7 +117,7 @@ def _select(name: str, value: Any, request: CallRequest, prompts: list[int], ima
 
 
 def join_results(results: list[Any]) -> Any:
-    """Join the results of several calls into one result of the same class."""
+    """Join the results of several pipeline calls into one result of the same type."""
     if len(results) == 1:
         return results[0]
     first = results[0]
@@ -144,7 +148,7 @@ class SharedProgress:
         self.bar: Any = None
 
     def begin(self, make_bar: Any, iterable: Any = None, total: int | None = None, **options: Any) -> _CallProgress:
-        """Return the progress bar for one call; the first call creates the shared bar."""
+        """Return a progress bar for one call; the first call creates the shared bar with `make_bar`."""
         if iterable is not None and total is None:
             iterable = list(iterable)
             total = len(iterable)
@@ -153,13 +157,13 @@ class SharedProgress:
         return _CallProgress(self.bar, iterable)
 
     def close(self) -> None:
-        """Close the shared bar."""
+        """Close the shared progress bar, if one was created."""
         if self.bar is not None:
             self.bar.close()
 
 
 class _CallProgress:
-    """One call's view of the shared progress bar, with the tqdm interface."""
+    """A progress bar for one call, with the tqdm interface, that updates the shared bar."""
 
     def __init__(self, bar: Any, iterable: Any) -> None:
         self.bar, self.iterable = bar, iterable

@@ -1,4 +1,4 @@
-"""The arguments, number of images and seeds of one pipeline call."""
+"""Arguments, number of images and seeds for one pipeline call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _INTEGERS = (*SIDES, *_PER_PROMPT, "num_inference_steps", "num_frames", "batch_s
 
 @dataclass(frozen=True)
 class CallRequest:
-    """The arguments of a pipeline call, bound to their names."""
+    """The arguments of a pipeline call by name, with the number of images and the seeds."""
 
     arguments: dict[str, Any]
     """All arguments by name, including positional ones."""
@@ -47,7 +47,7 @@ class CallRequest:
 
     @property
     def per_prompt_name(self) -> str | None:
-        """The name of the pipeline's argument for the number of images per prompt, or None."""
+        """The name of the argument for images per prompt, such as `num_images_per_prompt`; None if absent."""
         return next((name for name in _PER_PROMPT if name in self.accepts), None)
 
     def with_arguments(self, **changed: Any) -> CallRequest:
@@ -58,7 +58,10 @@ class CallRequest:
 def read_call_request(
     pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> CallRequest:
-    """Bind the arguments of a call to their names; an unknown argument raises the pipeline's own `TypeError`."""
+    """Return the request for a pipeline call; raise `TypeError` for an unknown argument.
+
+    Raise `UsageError` if both `seed` and `generator` are passed.
+    """
     kwargs = dict(kwargs)
     seed = kwargs.pop("seed", None)
     signature = inspect.signature(call)
@@ -84,7 +87,7 @@ def read_call_request(
 
 
 def _block_inputs(pipe: Any) -> set[str]:
-    """Return the inputs of a modular pipeline; its `__call__` accepts only `**kwargs`."""
+    """Return the input names of a modular pipeline's blocks; return an empty set for other pipelines."""
     blocks = getattr(pipe, "blocks", None)
     return set(getattr(blocks, "input_names", ()) or ())
 
@@ -124,14 +127,17 @@ def _count_per_prompt(request: CallRequest, signature: inspect.Signature) -> int
 
 
 def bucket_of(request: CallRequest) -> str:
-    """Return the image size and the number of images as text: `512 × 512, 1 image`."""
+    """Return the image size and the number of images as a string, for example `512 × 512, 1 image`."""
     size = " × ".join(str(request.arguments[name]) for name in ("height", "width") if request.arguments.get(name))
     return f"{size or 'default size'}, {request.images} image{'s' if request.images != 1 else ''}"
 
 
 # The text is part of the key of out-of-memory outcomes on disk: a change makes existing outcomes unreadable.
 def shape_of(request: CallRequest) -> str:
-    """Return everything that determines the tensor shapes in a call as text: `512 × 512, 4 images`."""
+    """Return a string that identifies a call's tensor shapes, for example `512 × 512, 4 images`.
+
+    The string includes the shapes of tensor arguments and the guidance scale, if there are any.
+    """
     sizes = [str(request.arguments[name]) for name in ("width", "height", "num_frames") if request.arguments.get(name)]
     others = [f"{name} {value}" for name, value in sorted(_shapes(request.arguments).items())]
     if request.arguments.get("guidance_scale") is not None:  # guidance can double the batch

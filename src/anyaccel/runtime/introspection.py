@@ -1,4 +1,4 @@
-"""Components, models and denoisers of a pipeline, and the pipeline facts that a plan is based on."""
+"""Functions that find a pipeline's components, models and denoisers, and the facts for its plan."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _DENOISERS = ("unet", "transformer")
 
 
 def plain_class(pipe: Any) -> type:
-    """Return the diffusers class of a pipeline, even if the pipeline was made portable."""
+    """Return the diffusers class of a pipeline, even if anyaccel has replaced the pipeline's class."""
     # The portable class is created at run time from the diffusers class and names it; see `portable_class`.
     kind: type = getattr(type(pipe), "_plain_class", type(pipe))
     return kind
 
 
 def find_components(pipe: Any) -> dict[str, Any]:
-    """Return the components of a pipeline by name, including those of nested pipelines."""
+    """Return the components of a pipeline by name, without those that are None."""
     return {name: component for name, component in pipe.components.items() if component is not None}
 
 
@@ -40,13 +40,13 @@ def find_models(pipe: Any) -> dict[str, torch.nn.Module]:
 
 
 def find_denoisers(pipe: Any, placement: Placement) -> dict[str, torch.nn.Module]:
-    """Return the models that run at every step, except any that the user has removed since placement."""
+    """Return the models that run at every denoising step, without models removed since placement."""
     models = find_models(pipe)
     return {name: models[name] for name in placement.denoisers if name in models}
 
 
 def read_facts(pipe: Any) -> PipelineFacts:
-    """Return the facts about a loaded pipeline that a plan needs."""
+    """Return the facts about a pipeline's models that the planner needs, such as dtypes and sizes."""
     placement = find_placement(pipe)
     # A placed pipeline may have been cast; a new plan must start from the dtypes of the checkpoint.
     loaded = placement.loaded if placement is not None else {}
@@ -81,7 +81,7 @@ def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> C
 
 
 def _find_splits(module: torch.nn.Module) -> tuple[str, ...]:
-    """Return the parallel strategies that diffusers defines for a model."""
+    """Return the parallel strategies (`context`, `tensor`) that diffusers supports for a model."""
     return tuple(strategy for strategy in ("context", "tensor") if read_parallel_plan(module, strategy))
 
 
@@ -104,6 +104,6 @@ def _count_sharded(module: torch.nn.Module) -> int:
 
 
 def _count_blocks(module: torch.nn.Module, layers: list[torch.nn.Module]) -> int:
-    """Return the number of repeated blocks, which regional compilation compiles only once for all of them."""
+    """Return the number of repeated blocks, which share compiled code under regional compilation."""
     kinds = read_repeated_blocks(module)
     return sum(type(layer).__name__ in kinds for layer in layers) if kinds else 0

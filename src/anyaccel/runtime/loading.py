@@ -21,9 +21,9 @@ _DTYPE = read_dtype_argument()
 
 
 def load_pipeline(kind: Any, model: Any, options: dict[str, Any]) -> tuple[Any, PlacementOptions]:
-    """Load a pipeline with diffusers; return it with the placement options found in `options`.
+    """Load a pipeline with diffusers; return it with the placement options derived from `options`.
 
-    Errors that diffusers raises about the model are reraised as a `ModelError` with a hint.
+    Diffusers errors about the model are reraised as `ModelError` with a hint.
     """
     options, placement_options = _read_options(options)
     if not isinstance(model, str | Path):
@@ -61,7 +61,10 @@ def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], PlacementOpt
 
 
 def _find_single_file_loader(kind: Any, options: dict[str, Any]) -> Callable[..., Any]:
-    """Return this class's `from_single_file`, or that of the class named by `config=`."""
+    """Return `from_single_file` of this class, or of the pipeline class that `config=` refers to.
+
+    Raise `ModelError` if neither class has this method.
+    """
     if hasattr(kind, "from_single_file") and kind is not diffusers.DiffusionPipeline:
         loader: Callable[..., Any] = kind.from_single_file
         return loader
@@ -82,7 +85,7 @@ def _find_single_file_loader(kind: Any, options: dict[str, Any]) -> Callable[...
 
 
 def _call_diffusers(function: Callable[..., Any], model: str, options: dict[str, Any]) -> Any:
-    """Call a diffusers function, converting its errors about the model to a `ModelError`."""
+    """Call a diffusers loading function, and convert its errors to a `ModelError` with a hint."""
     try:
         return function(model, **options)
     except AnyaccelError:
@@ -95,7 +98,7 @@ def _call_diffusers(function: Callable[..., Any], model: str, options: dict[str,
 
 
 def derive_pipeline(kind: Any, pipeline: Any, options: dict[str, Any]) -> tuple[Any, PlacementOptions]:
-    """Create a pipeline from the components of another one, keeping their dtype unless the options set one."""
+    """Create a pipeline from another one's components, keeping their dtype unless the options set one."""
     options, placement_options = _read_options(options)
     del options["use_safetensors"]
     if _DTYPE not in options and casts_components(kind):

@@ -26,7 +26,10 @@ def is_single_file(model: Any) -> bool:
 
 
 def check_model_folder(model: Any, *, pickles: bool, trusted: bool) -> None:
-    """Raise if a local model cannot be loaded or would run code; a Hub ID is not checked."""
+    """Raise `ModelError` if a local model cannot be loaded or would run code; do not check a Hub ID.
+
+    `pickles` allows pickled weights, and `trusted` allows custom code.
+    """
     path = Path(str(model)).expanduser()
     if path.is_file():
         if path.suffix not in _WEIGHTS:
@@ -56,7 +59,7 @@ def check_model_folder(model: Any, *, pickles: bool, trusted: bool) -> None:
 
 
 def _suggest_folder(path: Path) -> str:
-    """Return a hint if the path is a common mistake: one model's folder, or the parent of the pipeline folder."""
+    """Return a hint that names the folder to pass instead of a folder without `model_index.json`."""
     if (path / "config.json").is_file():
         return "this is the folder of a single model; pass its parent, which has a model_index.json"
     below = next((entry.name for entry in sorted(path.iterdir()) if (entry / "model_index.json").is_file()), None)
@@ -64,7 +67,7 @@ def _suggest_folder(path: Path) -> str:
 
 
 def _check_index(index: Path, trusted: bool) -> None:
-    """Raise if the index cannot be read or refers to custom code."""
+    """Raise `ModelError` if the pipeline's index file cannot be read or refers to untrusted code."""
     try:
         content = json.loads(index.read_text())
         components = dict(content)
@@ -89,7 +92,10 @@ def _check_index(index: Path, trusted: bool) -> None:
 
 
 def _is_code(folder: Path, entry: list[Any]) -> bool:
-    """Return whether a component is defined in the folder: `["my_unet", "MyUNet"]` refers to `my_unet.py`."""
+    """Return whether a component's class is defined by a Python file in the model folder.
+
+    For example, `["my_unet", "MyUNet"]` refers to `my_unet.py`.
+    """
     library = entry[0] if entry else None
     if not isinstance(library, str):
         return False
@@ -97,7 +103,7 @@ def _is_code(folder: Path, entry: list[Any]) -> bool:
 
 
 def _reject_pickles(path: Path) -> None:
-    """Raise if a component has only pickled weights."""
+    """Raise `ModelError` if a component folder contains pickled weights but no safetensors file."""
     for folder in sorted(entry for entry in path.iterdir() if entry.is_dir()):
         names = [file.name for file in folder.iterdir()]
         # Checkpoints of a training run have optimizer.bin and scheduler.bin, which are never loaded.

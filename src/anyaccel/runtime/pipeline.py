@@ -55,15 +55,15 @@ _WEIGHT_METHODS = (
 
 
 class Portable(VendorAliases):
-    """The methods that a diffusers pipeline gains when it is placed."""
+    """Mixin with the methods that anyaccel adds to a diffusers pipeline."""
 
     _plain_class: type
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Place the pipeline: `pipe.to("neuron")`, `pipe.to("auto", dtype="bf16")`, `pipe.to(torch.float16)`.
+        """Place the pipeline on a device: `pipe.to("neuron")`, `pipe.to("auto", dtype="bf16")`.
 
-        Accepts the arguments of diffusers' `to`, the devices `"auto"` and `"virtual:NAME"`, a device index, and every
-        option of `anyaccel.place`.
+        The arguments are those of diffusers' `to` and the options of `anyaccel.place`. The device can also
+        be `"auto"`, `"virtual:NAME"` or a device index.
         """
         if is_being_offloaded(self):  # called by diffusers, which moves models to the CPU before offloading
             return super().to(*args, **kwargs)  # type: ignore[misc]
@@ -72,7 +72,7 @@ class Portable(VendorAliases):
         return self
 
     def place_with_plan(self, device: Any, options: dict[str, Any], dtype: Decision[str] | None = None) -> None:
-        """Place the pipeline; pass `dtype` if it was decided earlier, for example to load the weights in that dtype."""
+        """Place the pipeline on a device; `dtype` is the dtype decision if one was already made."""
 
         def move(target: torch.device, dtype: torch.dtype | None) -> None:
             # hpu_migration=False: diffusers would set the Gaudi variables, which `place_pipeline` has already set.
@@ -87,7 +87,7 @@ class Portable(VendorAliases):
 
     @property
     def _execution_device(self) -> Any:
-        """The device that models run on."""
+        """The device on which the pipeline's models run."""
         # diffusers searches all layers for hooks each time, several times per image.
         placement = find_placement(self)
         if placement is None or placement.residence != "resident" or placement.offloaded_by_user:
@@ -95,7 +95,7 @@ class Portable(VendorAliases):
         return placement.device
 
     def progress_bar(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the pipeline's progress bar; calls that belong to one batch share a bar."""
+        """Return a progress bar for a pipeline call; the calls for one split batch share a bar."""
         make_bar: Any = super().progress_bar  # type: ignore[misc]
         placement = find_placement(self)
         if placement is None or placement.progress is None:
@@ -103,7 +103,10 @@ class Portable(VendorAliases):
         return placement.progress.begin(make_bar, *args, **kwargs)
 
     def enable_attention_slicing(self, slice_size: str | int | None = "auto") -> None:
-        """Compute attention for a few heads at a time in every model: half of them for `"auto"`, one for `"max"`."""
+        """Compute attention for a few heads at a time in every model, to reduce memory use.
+
+        `slice_size` is the number of heads, `"auto"` for half of them or `"max"` for one head.
+        """
         replan(self, _placement_of(self), {"attention_slicing": slice_size})
 
     def disable_attention_slicing(self) -> None:
@@ -118,17 +121,17 @@ class Portable(VendorAliases):
     ) -> None:
         """Compile models with the device's compiler: the denoiser by default, every model for `"all"`.
 
-        `cache_dir` is the directory in which the vendor's compiler stores graphs for reuse by other processes.
-        The environment variable for it is set only during calls. Each image size is compiled when it is first
-        used; see `warmup`.
+        `cache_dir` is the directory in which the vendor's compiler stores graphs for reuse by other
+        processes. The compiler's environment variable for this directory is set only during calls. Each
+        image size is compiled when it is first used; see `warmup`.
         """
         compile_components(self, _placement_of(self), model_names, cache_dir, fullgraph)
 
     def warmup(self, shapes: Any = None, **arguments: Any) -> None:
-        """Run one step at each (height, width) to compile before the first image: `warmup([(512, 512)])`.
+        """Run one step at each (height, width) to compile models in advance: `warmup([(512, 512)])`.
 
-        Additional arguments are passed to the call. Pass those that change tensor shapes, such as
-        `num_images_per_prompt`. Schedulers and random state are restored, so warmup does not change later
+        Additional arguments are passed to the pipeline call. Pass those that change tensor shapes, such as
+        `num_images_per_prompt`. Schedulers and random state are restored, so a warmup does not change later
         images.
         """
         warm_up(self, shapes, arguments)
@@ -161,7 +164,7 @@ class Portable(VendorAliases):
                 enable(device=placement.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a deep copy of the pipeline; if its weights are offloaded, the copy is placed on the same device."""
+        """Return a deep copy of the pipeline; a copy of an offloaded pipeline is placed on the same device."""
         placement = find_placement(self)
         offloaded = placement is not None and placement.residence in ("phase", "layer")
         # Offload hooks cannot be deep-copied (docs/decisions/0006), so they are removed while the copy is made.
@@ -182,7 +185,7 @@ def _unpickle(kind: Any, state: dict[str, Any]) -> Any:
 
 
 def _placement_of(pipe: Any) -> Placement:
-    """Return the placement of a pipeline, creating one for its current device and dtype if it was never placed."""
+    """Return a pipeline's placement; if it has none, create one for its current device and dtype."""
     placement = find_placement(pipe)
     if placement is not None:
         return placement
@@ -214,7 +217,10 @@ def _read_target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, di
 
 
 def inherit_placement(pipe: Any, source: Any) -> None:
-    """Create a plan for a pipeline built from the components of `source`, for the same device."""
+    """Attach a placement for the device of `source` to `pipe`, which shares the components of `source`.
+
+    Do nothing if `source` was never placed.
+    """
     placement = find_placement(source)
     if placement is not None:
         plan = plan_pipeline(pipe, placement.opened, placement.options)
@@ -222,7 +228,7 @@ def inherit_placement(pipe: Any, source: Any) -> None:
 
 
 def make_portable(pipe: Any) -> Any:
-    """Change the class of a pipeline to its portable subclass; return the pipeline."""
+    """Change a pipeline's class to the subclass with anyaccel's methods, and return the pipeline."""
     if not isinstance(pipe, Portable):
         kind: Any = type(pipe)
         pipe.__class__ = portable_class(kind)
@@ -231,9 +237,9 @@ def make_portable(pipe: Any) -> Any:
 
 @functools.cache
 def portable_class(kind: Any) -> type:
-    """Return the portable subclass of a pipeline class.
+    """Return the subclass of a diffusers pipeline class that adds anyaccel's methods.
 
-    It has the same name and call signature, and the config still names the diffusers class.
+    The subclass has the same name and call signature, and saved configs name the diffusers class.
     """
     # Modular pipelines do not derive from `diffusers.DiffusionPipeline`.
     first: type = DiffusionPipeline if issubclass(kind, diffusers.DiffusionPipeline) else Portable
@@ -251,7 +257,10 @@ def portable_class(kind: Any) -> type:
 
 
 def _with_weights(method: Any) -> Any:
-    """Wrap a method that reads or changes weights, restoring offloaded weights to the CPU while it runs."""
+    """Wrap a method that reads or changes weights, so offloaded weights are on the CPU during the call.
+
+    The wrapper raises `UsageError` if a model is quantized.
+    """
 
     @functools.wraps(method)
     def call_with_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -272,20 +281,23 @@ def _wrap_call(kind: Any) -> Any:
 
 
 class DiffusionPipeline(Portable, diffusers.DiffusionPipeline):
-    """`diffusers.DiffusionPipeline` for every device: it loads any pipeline, and `to` plans for the device."""
+    """A `diffusers.DiffusionPipeline` that loads any pipeline and supports every device."""
 
     @classmethod
     def from_pretrained(cls, model: Any, **options: Any) -> Any:
-        """Load a pipeline from a Hub ID, a local folder or a single file: `from_pretrained("org/name", dtype="bf16")`.
+        """Load a pipeline from a Hub ID, a local folder or a single file, with the options of diffusers.
 
-        Accepts the diffusers options. Only safetensors files are loaded unless `use_safetensors=False`, and code from
-        the model repository runs only with `trust_remote_code=True`.
+        By default, only safetensors files are loaded, and a model that contains custom code is rejected.
+        To change this, pass `use_safetensors=False` or `trust_remote_code=True`.
         """
         return _load_portable(vars(cls).get("_plain_class", diffusers.DiffusionPipeline), model, options)
 
     @classmethod
     def from_single_file(cls, model: Any, **options: Any) -> Any:
-        """Load a single checkpoint file; `config=` is the folder or Hub ID of a pipeline of the same architecture."""
+        """Load a pipeline from a single checkpoint file.
+
+        `config=` is the folder or Hub ID of a pipeline with the same architecture.
+        """
         return _load_portable(vars(cls).get("_plain_class", diffusers.DiffusionPipeline), model, options)
 
     @classmethod
@@ -295,7 +307,7 @@ class DiffusionPipeline(Portable, diffusers.DiffusionPipeline):
 
 
 class _AutoPipeline:
-    """Base class of the auto pipelines, which select the pipeline class for a task."""
+    """Base class for auto pipelines, which choose the pipeline class for a model and a task."""
 
     def __init__(self) -> None:
         raise UsageError(
@@ -314,15 +326,15 @@ class _AutoPipeline:
 
 
 class AutoPipelineForText2Image(_AutoPipeline):
-    """`diffusers.AutoPipelineForText2Image` for every device."""
+    """A variant of `diffusers.AutoPipelineForText2Image` that supports every device."""
 
 
 class AutoPipelineForImage2Image(_AutoPipeline):
-    """`diffusers.AutoPipelineForImage2Image` for every device."""
+    """A variant of `diffusers.AutoPipelineForImage2Image` that supports every device."""
 
 
 class AutoPipelineForInpainting(_AutoPipeline):
-    """`diffusers.AutoPipelineForInpainting` for every device."""
+    """A variant of `diffusers.AutoPipelineForInpainting` that supports every device."""
 
 
 def _load_portable(kind: Any, model: Any, options: dict[str, Any]) -> Any:
@@ -339,5 +351,5 @@ def _derive_portable(kind: Any, pipeline: Any, options: dict[str, Any]) -> Any:
 
 
 def place(pipe: Any, device: str | int | torch.device = "auto", **placement_options: Any) -> Any:
-    """Place an existing diffusers pipeline on a device and return it: `anyaccel.place(pipe, "hpu", dtype="bf16")`."""
+    """Place a diffusers pipeline on a device and return it: `place(pipe, "hpu", dtype="bf16")`."""
     return make_portable(pipe).to(device, **placement_options)

@@ -91,46 +91,49 @@ class Placement:
 
     @property
     def report(self) -> RunReport:
-        """What has happened since the pipeline was placed."""
+        """A report of runtime events since placement, such as compiled models and reduced memory settings."""
         return self.plan.report
 
     @property
     def memory_rule(self) -> Decision[MemoryRule]:
-        """The memory settings in use."""
+        """The memory settings that are in use, with the reason for them."""
         return self.plan.memory_in_use
 
     @property
     def component_dtypes(self) -> dict[str, str]:
-        """Dtypes of models that differ from the plan's dtype: planned exceptions, or float32 after NaN outputs."""
+        """The dtypes, by model name, of models that do not use the plan's dtype.
+
+        These are planned exceptions, and models that run in float32 because they returned NaN or Inf.
+        """
         recovered = self.report.float32_models.value if self.report.float32_models else ()
         return {**dict(self.plan.component_dtypes.value), **dict.fromkeys(recovered, "float32")}
 
 
 def find_placement(pipe: Any) -> Placement | None:
-    """Return the placement of a pipeline, or None."""
+    """Return the placement attached to a pipeline, or None if it has none."""
     placement = vars(pipe).get(_KEY)
     return placement if isinstance(placement, Placement) else None
 
 
 def set_placement(pipe: Any, placement: Placement) -> None:
-    """Set the placement of a pipeline."""
+    """Attach a placement to a pipeline, replacing any earlier one."""
     vars(pipe)[_KEY] = placement
 
 
 def drop_placement(pipe: Any) -> None:
-    """Remove a pipeline's placement, but keep its options, after an interrupted move."""
+    """Remove a pipeline's placement after an interrupted move, but keep its options."""
     placement = vars(pipe).pop(_KEY, None)
     if isinstance(placement, Placement):
         store_options(pipe, placement.options)
 
 
 def store_options(pipe: Any, options: PlacementOptions) -> None:
-    """Store the options that later placements of the pipeline start from."""
+    """Store the default options for later placements of a pipeline."""
     vars(pipe)[_OPTIONS] = options
 
 
 def find_options(pipe: Any) -> PlacementOptions:
-    """Return the placement options of a pipeline."""
+    """Return a pipeline's placement options, or the defaults if none were set."""
     placement = find_placement(pipe)
     if placement is not None:
         return placement.options
@@ -140,7 +143,7 @@ def find_options(pipe: Any) -> PlacementOptions:
 
 @contextmanager
 def being_offloaded(pipe: Any) -> Iterator[None]:
-    """Let `pipe.to` and the offload methods call diffusers directly inside the `with` block."""
+    """Make `pipe.to` and the offload methods call diffusers directly inside the `with` block."""
     # diffusers' offload methods call `pipe.to("cpu")`, which would otherwise place the pipeline again.
     before = _OFFLOADING in vars(pipe)  # blocks can be nested; only the outermost one removes the mark
     vars(pipe)[_OFFLOADING] = True
@@ -152,13 +155,13 @@ def being_offloaded(pipe: Any) -> Iterator[None]:
 
 
 def is_being_offloaded(pipe: Any) -> bool:
-    """Return whether diffusers itself may be moving the pipeline, because it is being offloaded or called."""
+    """Return whether the pipeline is being offloaded or called, so diffusers itself may move it."""
     placement = find_placement(pipe)
     return _OFFLOADING in vars(pipe) or (placement is not None and placement.running)
 
 
 def forget_placement(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a pipeline's state for copying or pickling, without its placement but with its options."""
+    """Return a pipeline's `__dict__` for copying or pickling, with its options but no placement."""
     # The placement has locks, weak references and an open device, which belong to this process.
     remaining = {name: value for name, value in state.items() if name != _KEY}
     placement = state.get(_KEY)

@@ -1,4 +1,4 @@
-"""Method aliases with the names that vendor documentation uses."""
+"""Aliases of pipeline methods, with the names that vendors use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ __all__ = ["VendorAliases"]
 
 
 class VendorAliases:
-    """Methods from the diffusers pull request for AWS Neuron (https://github.com/huggingface/diffusers/pull/13289)."""
+    """Pipeline methods with the names used in the diffusers pull request for AWS Neuron.
+
+    See https://github.com/huggingface/diffusers/pull/13289.
+    """
 
     def enable_neuron_compile(
         self,
@@ -21,7 +24,7 @@ class VendorAliases:
         cache_dir: str | os.PathLike[str] | None = None,
         fullgraph: bool = True,
     ) -> None:
-        """Compile models: `enable_compile` with `fullgraph=True` by default."""
+        """Compile models like `enable_compile`, but with `fullgraph=True` by default."""
         self.enable_compile(model_names, cache_dir, fullgraph)  # type: ignore[attr-defined]
 
     def neuron_warmup(self, *args: Any, **kwargs: Any) -> None:

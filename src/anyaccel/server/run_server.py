@@ -31,7 +31,10 @@ _LAST_RESPONSES_S = 5
 
 
 def check_address(host: str, keys: tuple[str, ...], *, without_key: bool) -> None:
-    """Raise if other machines can reach the address and no API key is configured, unless `without_key` is set."""
+    """Raise `UsageError` if other machines can reach `host` and no API key is configured.
+
+    `without_key=True` allows access without a key.
+    """
     if not keys and not without_key and not is_loopback(host):
         raise UsageError(
             f"{host} is reachable from other machines and no API key is set",
@@ -45,7 +48,11 @@ def serve(
     on_ready: Callable[[str], None],
     make_transport: Callable[[ServerSettings], WorkerTransport] = WorkerProcess,
 ) -> None:
-    """Run the service until SIGTERM or Ctrl-C; give accepted jobs time to finish before returning."""
+    """Run the service until SIGTERM or Ctrl-C; give accepted jobs time to finish before returning.
+
+    `on_progress` receives startup messages, and `on_ready` receives the service's URL. Raises
+    `AnyaccelError` if the worker cannot start.
+    """
     bound = _bind(settings)
     service = Service(settings, make_transport)
     server = _Server(settings, service)
@@ -64,7 +71,11 @@ def serve(
 
 
 def _bind(settings: ServerSettings) -> socket.socket:
-    """Bind the address before the models load, so that startup fails immediately if the address is in use."""
+    """Return a socket that is bound to the configured address.
+
+    The service binds it before the models load, so that startup fails immediately if the address is in
+    use.
+    """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     # Allows a restart while connections of the previous process are in TIME_WAIT.
@@ -82,7 +93,10 @@ def _bind(settings: ServerSettings) -> socket.socket:
 
 
 def _count_connections() -> int:
-    """Return the maximum number of connections, raising the open-file limit first if necessary and permitted."""
+    """Return the maximum number of client connections.
+
+    If necessary, the process's open-file limit is increased first, as far as the system permits.
+    """
     try:
         import resource
     except ImportError:  # Windows
@@ -142,7 +156,7 @@ class _Server(uvicorn.Server):
 def _report_start(
     server: _Server, on_progress: Callable[[str], None], on_ready: Callable[[str], None], address: str
 ) -> None:
-    """Report the startup progress; stop the server if the worker cannot start."""
+    """Report the startup progress and readiness; stop the server if the worker cannot start."""
     reported, was_ready = "", False
     while not server.should_exit:
         start = server.service.dispatcher.start_state

@@ -27,7 +27,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ServedName:
-    """A served model and the name by which clients request it."""
+    """A model or LoRA to serve, and the name by which clients request it."""
 
     name: str
     model: str
@@ -67,7 +67,7 @@ class ServerLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Settings for one service."""
+    """Settings for one service, such as its models, device, address, API keys and limits."""
 
     models: tuple[ServedName, ...]
     data: Path
@@ -98,14 +98,14 @@ class ServerSettings:
 def compute_max_in_flight(max_concurrent: int) -> int:
     """Return how many calls may run at the same time if a batch contains up to `max_concurrent` calls.
 
-    The limit is a quarter higher than the batch size: while one call runs its decoder, another can take its
-    slot.
+    The limit is a quarter higher than the batch size: while one call runs its decoder, another can take
+    its slot in the batch.
     """
     return max_concurrent + max_concurrent // 4
 
 
 def read_served_names(texts: Iterable[str]) -> tuple[ServedName, ...]:
-    """Parse the models given on the command line."""
+    """Parse model arguments of the form `NAME=MODEL` or `MODEL`; raise `UsageError` for duplicate names."""
     models = tuple(_read_served_name(text) for text in texts)
     names = [model.name for model in models]
     if len(set(names)) < len(names):
@@ -115,7 +115,7 @@ def read_served_names(texts: Iterable[str]) -> tuple[ServedName, ...]:
 
 
 def _read_served_name(text: str) -> ServedName:
-    """Parse `NAME=MODEL` or `MODEL`; if `MODEL` is a folder, its last path component is the default name."""
+    """Parse `NAME=MODEL` or `MODEL`; the default name is the folder's name or else `MODEL` itself."""
     name, separator, model = text.partition("=")
     if separator and name and model:
         return ServedName(name, model)
@@ -124,7 +124,7 @@ def _read_served_name(text: str) -> ServedName:
 
 
 def read_lora(text: str) -> ServedName:
-    """Parse a LoRA option in the form `NAME=PATH`."""
+    """Parse a LoRA option of the form `NAME=PATH`; raise `UsageError` if it is invalid."""
     name, separator, path = text.partition("=")
     if not separator or not name or not path:
         raise UsageError(
@@ -134,7 +134,10 @@ def read_lora(text: str) -> ServedName:
 
 
 def read_limits(texts: Iterable[str], max_queue: int) -> ServerLimits:
-    """Parse limits in the form `NAME=NUMBER`, where each name is a field of `ServerLimits`."""
+    """Parse limits of the form `NAME=NUMBER`, where each name is a field of `ServerLimits`.
+
+    `max_queue` is the default for the limit of the same name.
+    """
     types = {limit.name: limit.type for limit in fields(ServerLimits)}
     values: dict[str, Any] = {"max_queue": max_queue}
     for text in texts:
@@ -165,5 +168,5 @@ def is_loopback(host: str) -> bool:
 
 
 def hash_key(key: str) -> str:
-    """Return the digest of an API key, which identifies the owner in the job store and the log."""
+    """Return a short digest of an API key, which identifies the client in the job store and the log."""
     return hashlib.sha256(key.encode()).hexdigest()[:16] if key else ""

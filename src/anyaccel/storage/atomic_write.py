@@ -1,7 +1,8 @@
-"""Atomic file writes: readers see the old or the new content, never a partial file, even after a crash.
+"""Atomic file writes: readers see either the old or the new content, even after a crash.
 
-The content is written to a temporary file in the same directory, flushed to disk and then renamed. A process that is
-killed before the rename leaves its temporary file behind; later writes remove such files after a day.
+The content is written to a temporary file in the same directory, flushed to disk and then renamed.
+A process that is killed before the rename leaves its temporary file behind; later writes remove
+such files after a day.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ def atomic_write(path: Path, content: bytes | str, *, overwrite: bool = True, mo
 
 @contextmanager
 def atomic_writer(path: Path, *, overwrite: bool = True, mode: int = 0o666) -> Iterator[IO[bytes]]:
-    """Open a temporary file; rename it to `path` at the end of the `with` block, or remove it on an exception.
+    """Open a temporary file, and rename it to `path` at the end of the `with` block.
 
-    A new file is created with `mode`, subject to the umask; a replaced file keeps its permissions. With
-    `overwrite=False`, raise FileExistsError if the file exists at the end of the block, so two processes
-    never overwrite each other's files.
+    If the block raises an exception, the temporary file is removed. A new file is created with `mode`,
+    subject to the umask; a replaced file keeps its permissions. With `overwrite=False`,
+    `FileExistsError` is raised if `path` exists at the end of the block, so two processes never
+    overwrite each other's files.
     """
     _remove_stale_files(path.parent, int(time.time() // _DAY_S))
     temporary = path.with_name(f".anyaccel-{secrets.token_hex(8)}.tmp")
@@ -62,12 +64,15 @@ def atomic_writer(path: Path, *, overwrite: bool = True, mode: int = 0o666) -> I
 
 
 def is_temporary_file(path: Path) -> bool:
-    """Return whether a path is a temporary file created by `atomic_write`."""
+    """Return whether a path has the name of a temporary file created by `atomic_write`."""
     return _TEMPORARY_NAME.fullmatch(path.name) is not None
 
 
 def remove_temporary_files(directory: Path, *, older_than_s: float = _DAY_S) -> None:
-    """Remove temporary files left behind by killed processes; use age 0 only if no other process is writing."""
+    """Remove temporary files left behind by killed processes.
+
+    Pass `older_than_s=0` only if no other process is writing to the directory.
+    """
     cutoff = time.time() - older_than_s
     paths: list[Path] = []
     with suppress(OSError):  # the directory cannot be listed
@@ -80,9 +85,9 @@ def remove_temporary_files(directory: Path, *, older_than_s: float = _DAY_S) -> 
 
 @functools.lru_cache(maxsize=256)
 def _remove_stale_files(directory: Path, day: int) -> None:
-    """Remove stale temporary files from a directory, at most once per day.
+    """Remove temporary files that are more than a day old from a directory.
 
-    Listing a large directory is slow.
+    This is done at most once per day, because listing a large directory is slow.
     """
     remove_temporary_files(directory)
 
@@ -112,7 +117,7 @@ def _rename_to_free_name(temporary: Path, path: Path) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Flush a rename to disk; ignore errors on systems that do not support it, as the file is complete."""
+    """Flush a rename in a directory to disk; ignore errors, because not every system supports this."""
     with suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)
         try:

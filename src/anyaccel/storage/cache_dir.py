@@ -1,4 +1,4 @@
-"""The cache directory and the measurements stored in it."""
+"""Functions for the cache directory and the measurements stored in it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WARNED: set[Path] = set()
 
 
 def find_cache_folder() -> Path:
-    """Return the cache directory: `ANYACCEL_CACHE`, or `anyaccel` in the user's cache directory."""
+    """Return the cache directory: `$ANYACCEL_CACHE`, or else `anyaccel` in the user's cache directory."""
     value = os.environ.get(CACHE_VARIABLE)
     if value:
         return Path(value).expanduser()
@@ -57,7 +57,7 @@ def find_write_error(folder: Path) -> str:
 
 
 def warn_not_cached(fault: str) -> None:
-    """Warn that compiled code cannot be cached; each cache directory is reported only once."""
+    """Log a warning that compiled code cannot be cached, at most once per cache directory."""
     folder = find_cache_folder()
     if folder not in _WARNED:
         _WARNED.add(folder)
@@ -65,12 +65,12 @@ def warn_not_cached(fault: str) -> None:
 
 
 def read_fact(file: str, key: str) -> Any:
-    """Return a stored measurement, or None if it is missing or unreadable."""
+    """Return a measurement from a file in the cache directory, or None if it is missing or unreadable."""
     return _read(find_cache_folder() / file).get(key)
 
 
 def store_fact(file: str, key: str, fact: Any) -> None:
-    """Store a measurement. If the directory is not writable, the next process measures again."""
+    """Store a measurement in a file in the cache directory; do nothing if the file cannot be written."""
     path = find_cache_folder() / file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,10 @@ def try_lock_file(path: Path) -> IO[bytes] | None:
 
 
 def lock_file(path: Path, message: str, hint: str) -> IO[bytes]:
-    """Lock a file until the returned handle is closed; raise UsageError with `message` if it is already locked."""
+    """Lock a file until the returned handle is closed; raise `UsageError` if it is already locked.
+
+    `message` and `hint` are the texts of that error.
+    """
     try:
         file = try_lock_file(path)
     except OSError as error:

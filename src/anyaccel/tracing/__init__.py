@@ -1,1 +1,1 @@
-"""Tracing: a pipeline run on the `meta` device, used to predict memory use on a real device."""
+"""Tracing: runs a pipeline on the `meta` device to predict its memory use on a real device."""

@@ -1,4 +1,4 @@
-"""Tracker for live memory while a pipeline runs on the `meta` device."""
+"""Tracker for the memory in use while a pipeline runs on the `meta` device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["AllocationTracker"]
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Current and peak bytes of live storages, excluding the weights."""
+    """Dispatch mode that tracks the current and peak bytes of live tensor storages, excluding weights."""
 
     def __init__(
         self, workspace: Workspace, weights: Iterable[torch.Tensor], attention: AttentionRule = UNCHANGED_ATTENTION
@@ -64,7 +64,7 @@ class AllocationTracker(TorchDispatchMode):
         return result
 
     def _record_facts(self, func: Any, tensor: torch.Tensor) -> None:
-        """Record a tensor's dtype, size and operation, because device limits can depend on them."""
+        """Record a tensor's dtype, size and operation for the comparison with device limits."""
         facts, dtype, elements = self.trace_facts, str(tensor.dtype)[6:], tensor.numel()
         facts.dtypes.add(dtype)
         facts.most_elements = max(facts.most_elements, elements)
@@ -73,11 +73,15 @@ class AllocationTracker(TorchDispatchMode):
         sizes[dtype] = max(sizes.get(dtype, 0), elements)
 
     def count_transient(self, size: int) -> None:
-        """Count memory that is freed before the operation completes."""
+        """Update the peak for `size` bytes that an operation allocates and frees before it returns."""
         self.peak = max(self.peak, self.used + size)
 
     def add(self, tensor: torch.Tensor, *, replaces_another: bool = False) -> None:
-        """Count a tensor's storage once. A tensor that replaces a counted one does not raise the peak."""
+        """Count a tensor's storage, unless it is a weight or is already counted.
+
+        With `replaces_another=True`, the peak does not change, because the tensor replaces one that is
+        already counted.
+        """
         storage = tensor.untyped_storage()
         key = read_address(storage)
         if key in self._weights:
@@ -94,7 +98,7 @@ class AllocationTracker(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Pause the counting of allocations inside the `with` block."""
+        """Do not count allocations inside the `with` block."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -102,13 +106,13 @@ class AllocationTracker(TorchDispatchMode):
             self._paused = before
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """Exclude a tensor that stands for another tensor, which is already counted."""
+        """Exclude a tensor from the count, because it represents a tensor that is already counted."""
         storage = tensor.untyped_storage()
         key = read_address(storage)
         self._alive[key] = (weakref.ref(storage, lambda _: self._drop(key)), 0)
 
     def measure_peak(self, run: Callable[[], Any]) -> tuple[Any, int]:
-        """Call a function; return its result and its peak memory above the memory use before the call."""
+        """Call `run`; return its result and its peak bytes above the memory in use before the call."""
         before, self.peak = self.peak, self.used
         start = self.used
         result = run()
@@ -117,7 +121,7 @@ class AllocationTracker(TorchDispatchMode):
         return result, above
 
     def take_peak(self) -> int:
-        """Return the peak memory since the last call, and reset it."""
+        """Return the peak memory in bytes since the last call, and reset it to the current memory use."""
         peak, self.peak = self.peak, self.used
         return peak
 
@@ -128,7 +132,10 @@ class AllocationTracker(TorchDispatchMode):
 
 
 class _AttentionMode(TorchFunctionMode):
-    """Mode that counts attention as one kernel, as on the device; on `meta`, torch decomposes it."""
+    """Function mode that counts scaled dot-product attention as one kernel, as on a real device.
+
+    On `meta`, torch would decompose it into several operations.
+    """
 
     def __init__(self, tracker: AllocationTracker, rule: AttentionRule) -> None:
         super().__init__()
@@ -174,7 +181,7 @@ _RESULTS: dict[Any, _Layout] = {}
 
 
 def _run_once(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation, or return an empty tensor with the cached shape if it already ran with the same shapes."""
+    """Run an operation, or return an empty meta tensor if the result's layout is already cached."""
     key = None if _aliases(func) else _read_key(func, args, kwargs)
     cached = _RESULTS.get(key) if key is not None else None
     if cached is not None:
@@ -188,12 +195,12 @@ def _run_once(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_large(tensor: Any) -> bool:
-    """Return whether a CPU tensor is large enough to be a model output."""
+    """Return whether a value is a CPU tensor that is large enough to be a model output."""
     return isinstance(tensor, torch.Tensor) and not tensor.is_meta and tensor.numel() >= _IMAGE_ELEMENTS
 
 
 def _return_zeros(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Return zeros in the result's shape instead of running the operation on millions of zeros."""
+    """Return zeros with the result's shape and dtype, without running the operation on the CPU."""
     meta_args = [value.to("meta") if isinstance(value, torch.Tensor) and value.dim() else value for value in args]
     result = func(*meta_args, **kwargs)
     return torch.zeros(result.shape, dtype=result.dtype)
@@ -208,7 +215,7 @@ def _aliases(func: Any) -> bool:
 
 
 def _read_key(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a cache key from the arguments that determine the result's shape, or None if one is a CPU tensor."""
+    """Return a cache key for an operation's argument layouts, or None if an argument is a CPU tensor."""
     key: list[Any] = [func]
     for value in (*args, *kwargs.items()):
         item = _read_key_item(value)
@@ -228,14 +235,14 @@ def _read_key_item(value: Any) -> Any:
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:
-    """Return whether an image batch is in the channels_last memory format."""
+    """Return whether a batch of several images is in the channels_last memory format."""
     # Attention can leave a batch of one with these strides by chance; torch's kernels do not treat it as such.
     is_batch = tensor.dim() == 4 and tensor.shape[0] > 1
     return is_batch and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def _convolve(*args: Any) -> torch.Tensor:
-    """Run a convolution and preserve channels_last, which torch's meta kernel does not."""
+    """Run a convolution on `meta` that preserves channels_last, unlike torch's own meta kernel."""
     result: torch.Tensor = _run_once(_ATEN.convolution.default, args, {})
     if not _is_channels_last(args[0]):
         return result
@@ -243,19 +250,19 @@ def _convolve(*args: Any) -> torch.Tensor:
 
 
 def _return_one(tensor: torch.Tensor) -> Any:
-    """Return the Python value 1 in a type that matches the tensor's dtype, for a value that was never computed."""
+    """Return True, 1.0 or 1, depending on the dtype, for `item()` on a meta tensor, which has no values."""
     return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 
 def _copy(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Return CPU zeros for a copy from `meta` to the CPU."""
+    """Copy a meta tensor; a copy to the CPU contains zeros, because a meta tensor has no values."""
     if torch.device(options.get("device") or "meta").type == "meta":
         return _run_once(_ATEN._to_copy.default, (tensor,), options)  # type: ignore[no-any-return]
     return torch.zeros(tensor.shape, dtype=options.get("dtype") or tensor.dtype)
 
 
 def _normalize(tensor: torch.Tensor, weight: Any, bias: Any, images: int, *sizes: Any) -> Any:
-    """Return empty outputs for group norm, because torch's meta kernel decomposes it into a dozen operations."""
+    """Return empty outputs for group norm; torch's meta kernel would run a dozen operations instead."""
     result = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return result, *(torch.empty(images, sizes[2], dtype=tensor.dtype, device="meta") for _ in range(2))
 

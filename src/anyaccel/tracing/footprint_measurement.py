@@ -1,4 +1,4 @@
-"""Memory measurement, which runs a pipeline of meta models once per memory option and image count."""
+"""Memory measurement: runs a pipeline on the `meta` device for each memory option and image count."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TILING_METHODS = {"enable_slicing": "disable_slicing", "enable_tiling": "disabl
 
 
 class Measurement:
-    """Memory measurement for one pipeline and one set of call arguments, with cached footprints."""
+    """Memory measurement for one pipeline and one set of call arguments; footprints are cached."""
 
     def __init__(
         self,
@@ -54,7 +54,11 @@ class Measurement:
         )
 
     def __call__(self, savings: MemorySavings, images: int) -> Footprint:
-        """Return the footprint of a call with the given memory savings and number of images."""
+        """Return the memory footprint of a call that generates `images` images.
+
+        `savings` selects techniques that reduce activation memory, such as VAE tiling. Footprints are
+        cached.
+        """
         if (savings, images) not in self._footprints:
             self._footprints[savings, images] = self._measure(savings, images)
         return self._footprints[savings, images]
@@ -62,7 +66,7 @@ class Measurement:
     def of_another_call(
         self, arguments: Callable[[int], Mapping[str, Any]], size: tuple[int, int] | None
     ) -> Measurement:
-        """Return a measurement of the same pipeline with different arguments."""
+        """Return a measurement of the same pipeline with different call arguments and a different image size."""
         # A shallow copy shares the trace, and with it the cached model calls.
         other = copy.copy(self)
         other.arguments, other.size, other.trace_facts, other._footprints = arguments, size, TraceFacts(), {}
@@ -91,7 +95,10 @@ class Measurement:
         )
 
     def _read_model_calls(self) -> tuple[ModelCall, ...]:
-        """Return the model calls with their phases; the pipeline's own memory is attributed to the adjacent calls."""
+        """Return the recorded model calls with their phases: encode, denoise or decode.
+
+        Memory that the pipeline itself uses before or after a model call is attributed to that call.
+        """
         records, between = self.traced.model_calls, self.traced.between
         steps = [position for position, record in enumerate(records) if record.component in self.denoisers]
         first, last = (steps[0], steps[-1]) if steps else (len(records), len(records))
@@ -107,7 +114,7 @@ class Measurement:
 
 
 def set_vae_tiling(pipe: Any, on: bool) -> None:
-    """Enable or disable VAE slicing and tiling."""
+    """Enable or disable slicing and tiling for the pipeline's VAE."""
     for component in pipe.components.values():
         for enable, disable in _TILING_METHODS.items():
             method = getattr(component, enable if on else disable, None)
@@ -116,13 +123,21 @@ def set_vae_tiling(pipe: Any, on: bool) -> None:
 
 
 def supports_streaming(model: torch.nn.Module) -> bool:
-    """Return whether each of a model's weights is read only in its own layer's forward method."""
+    """Return whether a model's weights can be moved to the device layer by layer during a call.
+
+    The model must support group offloading, and no hook may compute a weight before a layer's forward
+    method.
+    """
     computed = (_COMPUTED.isdisjoint(read_parameter_table(layer)) for layer in model.modules())
     return supports_group_offloading(model) and all(computed)
 
 
 def _read_size(name: str, model: torch.nn.Module, workspace: Workspace, fetches_ahead: bool) -> ModelSize:
-    """Return the sizes of a model's weights; tied weights count once."""
+    """Return a model's parameter count and the sizes of its weights in bytes.
+
+    `weights_bytes` is the size of all weights, and `layer_bytes` is the peak if layers are loaded one
+    at a time. Tied weights count once.
+    """
 
     def sum_bytes(tensors: Any) -> int:
         return sum(workspace.round_up_bytes(tensor.numel() * tensor.element_size()) for tensor in tensors)
@@ -140,11 +155,11 @@ def _read_size(name: str, model: torch.nn.Module, workspace: Workspace, fetches_
 
 
 def _find_largest_layer(model: torch.nn.Module, sum_bytes: Callable[[Any], int]) -> int:
-    """Return the peak bytes if each module loads only its own parameters: one module plus all its parents."""
+    """Return the peak parameter bytes if only the running module and its parents are on the device."""
     own = sum_bytes(model.parameters(recurse=False))
     return own + max((_find_largest_layer(child, sum_bytes) for child in model.children()), default=0)
 
 
 def _find_next_layer(model: torch.nn.Module, sum_bytes: Callable[[Any], int]) -> int:
-    """Return the maximum number of prefetched bytes: the parameters of the largest module."""
+    """Return the maximum number of bytes needed to prefetch the parameters of the next module."""
     return max(sum_bytes(module.parameters(recurse=False)) for module in model.modules())

@@ -21,7 +21,10 @@ _ADDED = (*HOOK_ATTRIBUTES, HOOK_ATTRIBUTE, "_anyaccel_overrides", "forward")
 
 
 def clone_pipeline(pipe: Any, kind: Any, traced: PipelineTrace) -> Any:
-    """Return a copy of `pipe` as an instance of `kind` with its models on `meta`; `pipe` is not changed."""
+    """Return a copy of `pipe` as an instance of `kind`, with its models on the `meta` device.
+
+    `traced` records the model calls of the copy. `pipe` is not changed.
+    """
     # Without __init__, which would register the components and read their configs again.
     clone: Any = kind.__new__(kind)
     vars(clone).update(vars(pipe))

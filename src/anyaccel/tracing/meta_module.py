@@ -24,17 +24,20 @@ _BLENDS = ("blend_v", "blend_h", "blend_t")
 
 
 class MetaRunner(Protocol):
-    """Interface for running a model on `meta` with CPU tensors from a pipeline."""
+    """Interface for running a pipeline's calls to models on the `meta` device."""
 
     def run_model(self, name: str, method: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run one model call and return its result on the CPU."""
+        """Run one model call on `meta` and return its result as CPU tensors."""
 
     def run_submodule(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run one call to a frequently called submodule and return its result on `meta`."""
+        """Run one call to a submodule, such as a repeated block, and return its result on `meta`."""
 
 
 def to_meta_module(model: torch.nn.Module, name: str, runner: MetaRunner) -> torch.nn.Module:
-    """Make a model on `meta` accept and return CPU tensors."""
+    """Modify a model on `meta` so that it accepts and returns CPU tensors, and return the model.
+
+    `runner` runs all calls to the model.
+    """
     model_class = type(model)
     # transformers finds the outputs that a model can record by the full name of its class.
     namespace = {
@@ -64,7 +67,7 @@ def to_meta_module(model: torch.nn.Module, name: str, runner: MetaRunner) -> tor
 
 
 def _find_repeated(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
-    """Return a model's repeated blocks: those in the same list with the same class and weight shapes."""
+    """Group a model's blocks that are in the same `ModuleList` and have the same class and weight shapes."""
     groups: dict[str, list[torch.nn.Module]] = {}
     for position, module in enumerate(model.modules()):
         if isinstance(module, torch.nn.ModuleList) and len(module) > 2:
@@ -75,7 +78,10 @@ def _find_repeated(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
 
 
 def _blend_one_row(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Limit blending to one row: every row needs the same memory, and a large image has tens of thousands of rows."""
+    """Wrap a VAE's method for blending tiles so that it blends only one row.
+
+    Every row needs the same memory, and a large image has tens of thousands of rows.
+    """
 
     @functools.wraps(call)
     def blend(a: torch.Tensor, b: torch.Tensor, blend_extent: int) -> Any:
@@ -113,7 +119,10 @@ def _run_model(
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Apply a function to every tensor in lists, tuples, mappings, model outputs and latent distributions."""
+    """Return a nested value with `change` applied to every tensor in it.
+
+    Supports lists, tuples, mappings, model outputs and latent distributions.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping) and type(value) is dict:
@@ -145,7 +154,7 @@ def _is_distribution(value: Any) -> bool:
 
 
 def first_floating(output: Any) -> torch.Tensor | None:
-    """Return the first floating-point tensor in a model output."""
+    """Return the first floating-point tensor in a model output, or None if there is none."""
     if isinstance(output, torch.Tensor):
         return output if output.is_floating_point() else None
     values = output.values() if hasattr(output, "values") else output if isinstance(output, list | tuple) else ()

@@ -20,7 +20,7 @@ _IGNORED_SETTINGS = ("architectures", "model_type", "torch_dtype", "dtype", "tra
 
 
 class FullSizePipeline:
-    """A full-size pipeline and the recipe that provides its call arguments."""
+    """A pipeline with full-size, untrained models, and the recipe that provides its call arguments."""
 
     def __init__(self, pipe: Any, recipe: Recipe) -> None:
         self.pipe, self.recipe = pipe, recipe
@@ -29,9 +29,10 @@ class FullSizePipeline:
 def build_pipeline(
     folder: ModelFolder, device: str, dtype: torch.dtype, finish: Callable[[str, Any], Any] | None = None
 ) -> FullSizePipeline:
-    """Build the pipeline in a folder with full-size, untrained models on a device (`meta` needs no memory).
+    """Build a pipeline with full-size, untrained models from the config files in a model folder.
 
-    Tokenizers and processors come from the recipe: they have no weights and produce outputs with the same lengths
+    The models are created on `device`; the `meta` device needs no memory. Tokenizers and processors are
+    those of the recipe's tiny pipeline: they have no weights and produce outputs with the same lengths
     as the real ones. `finish(name, model)` is called for each model and returns the model to use.
     """
     import diffusers
@@ -71,7 +72,7 @@ def build_pipeline(
 
 @contextlib.contextmanager
 def _name_config_file(component: Component) -> Iterator[None]:
-    """Convert library errors about a config to a `ModelError` that names the config file."""
+    """Convert exceptions in the `with` block to a `ModelError` that names the component's config file."""
     try:
         yield
     except AnyaccelError:
@@ -84,7 +85,7 @@ def _name_config_file(component: Component) -> Iterator[None]:
 
 
 def build_components(components: Iterable[Component], device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Build models and schedulers from their configs, with random weights."""
+    """Build untrained models and schedulers from their configs; return them by component name."""
     built: dict[str, Any] = {}
     for component in components:
         if component.name == "scheduler":
@@ -124,14 +125,20 @@ def _make_model(tiny: Any, component: Component, device: str, dtype: torch.dtype
 
 
 def _make_processor(component: Component) -> Any:
-    """Return an image processor with default options, or None for tokenizers, which come from the recipe."""
+    """Return an image processor or feature extractor with default options.
+
+    Returns None for other components, such as tokenizers.
+    """
     if not component.kind.endswith(("ImageProcessor", "FeatureExtractor")):
         return None
     return _find_class(component)()
 
 
 def _find_class(component: Component) -> Any:
-    """Return the class that the index names, from a library or a diffusers pipeline package."""
+    """Import the class that `model_index.json` names for a component.
+
+    Raises `ModelError` if neither the library nor the diffusers pipeline package contains the class.
+    """
     for module in (component.library, f"diffusers.pipelines.{component.library}"):
         try:
             component_class = getattr(importlib.import_module(module), component.kind, None)
@@ -146,7 +153,10 @@ def _find_class(component: Component) -> Any:
 
 
 def _extend_tokenizers(components: dict[str, Any]) -> None:
-    """Raise each tokenizer's maximum length to at least 77, but not above its text encoder's position count."""
+    """Set each tokenizer's maximum length to at least 77.
+
+    The length never exceeds the number of positions that the text encoder supports.
+    """
     for name, tokenizer in components.items():
         if not name.startswith("tokenizer"):
             continue

@@ -26,7 +26,7 @@ _VARIANT = re.compile(r"\.(fp16|bf16)\b")
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """A component of a pipeline, from `model_index.json`."""
+    """A component of a pipeline, as listed in `model_index.json`."""
 
     name: str
     """`text_encoder_2`."""
@@ -41,7 +41,7 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFolder:
-    """A pipeline folder on disk, without its weights."""
+    """Contents of a pipeline folder, read from its JSON files without opening the weight files."""
 
     path: Path
     pipeline: str
@@ -51,10 +51,10 @@ class ModelFolder:
     """Settings of the pipeline itself, such as `force_zeros_for_empty_prompt`."""
 
     def missing_bytes(self, models: Iterable[str]) -> int | None:
-        """Return the total size of these models' weight files that are not downloaded yet, or None if unknown.
+        """Return the size in bytes of these models' weight files that have not been downloaded yet.
 
-        If a model has weights in several dtypes, only the files without a variant suffix count, because diffusers
-        loads those.
+        Returns None if the size is unknown. If a model has weights in several dtypes, only the files
+        without a variant suffix count, because diffusers loads those.
         """
         listed = self.path / _WEIGHTS
         if listed.is_file():  # a description of a published model, without its weights
@@ -84,7 +84,7 @@ def read_model_folder(path: Path) -> ModelFolder:
 
 
 def find_recipe(pipeline: str) -> Recipe | None:
-    """Return the recipe for a pipeline class: the one named after the class, or else the first one."""
+    """Return the recipe for a pipeline class, or None; prefer the recipe that is named after the class."""
     by_class: dict[str, Recipe] = {}
     for recipe in recipes().values():
         if recipe.pipeline not in by_class or recipe.name == _to_kebab_case(recipe.pipeline):
@@ -98,7 +98,7 @@ def _to_kebab_case(pipeline: str) -> str:
 
 
 def is_a(model: Any, component: Component) -> bool:
-    """Return whether a model is an instance of the class in the index, by its current or an older name."""
+    """Return whether a model has the class named in `model_index.json`, even if the class was renamed."""
     from diffusers import ModelMixin
 
     if type(model).__name__ == component.kind or not isinstance(model, ModelMixin) or not component.config:
@@ -132,7 +132,11 @@ def _read_component(path: Path, name: str, library: Any, kind: Any) -> Component
 
 
 def _missing_bytes(folder: Path) -> int | None:
-    """Return 0 if the weights are present, or else their total size from the weight index (None if unknown)."""
+    """Return the size in bytes of a model's weights if they must be downloaded, or None if unknown.
+
+    The size is 0 if the folder contains safetensors files. Otherwise, it is read from the index file of
+    the sharded weights.
+    """
     if any(folder.glob("*.safetensors")):
         return 0
     # Sharded weights have an index with their total size; a single file has none.
@@ -147,7 +151,10 @@ def _sum_plain(files: Mapping[str, int], model: str) -> int | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raise ModelError if the file cannot be read or contains no object."""
+    """Return the JSON object in a file as a dict.
+
+    Raises `ModelError` if the file cannot be read or does not contain a JSON object.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Pipeline run on the `meta` device that records the order of the model calls and their peak memory."""
+"""Tracer that runs a pipeline on `meta` and records the order and peak memory of its model calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ModelCallRecord", "PipelineTrace"]
 
 @dataclass(frozen=True)
 class ModelCallRecord:
-    """Record of one model call."""
+    """Record of one model call: component, method and peak memory."""
 
     component: str
     method: str
@@ -29,7 +29,7 @@ class ModelCallRecord:
 
 
 class PipelineTrace:
-    """Tracer that runs a pipeline of meta models and records the memory use of their calls."""
+    """Tracer that runs a pipeline with models on `meta` and records the memory use of each model call."""
 
     def __init__(self) -> None:
         self.model_calls: list[ModelCallRecord] = []
@@ -46,7 +46,7 @@ class PipelineTrace:
 
     @property
     def trace_facts(self) -> TraceFacts:
-        """Facts about the last run, excluding cached model calls."""
+        """Dtypes, tensor sizes and operations in the last run, excluding cached model calls."""
         return self._tracker.trace_facts
 
     def wrap_model(self, name: str, model: torch.nn.Module) -> torch.nn.Module:
@@ -61,7 +61,10 @@ class PipelineTrace:
         attention: AttentionRule = UNCHANGED_ATTENTION,
         setting: Hashable = None,
     ) -> None:
-        """Call the pipeline once. `setting` identifies options that affect the models; it is part of the cache key."""
+        """Call the pipeline once with `arguments`, and record its model calls.
+
+        `setting` identifies options that affect the models, and is part of the cache key for model calls.
+        """
         if not self._weights:
             models = [model for model in pipe.components.values() if isinstance(model, torch.nn.Module)]
             self._weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
@@ -74,7 +77,7 @@ class PipelineTrace:
         self.between.append(self._tracker.take_peak())
 
     def run_model(self, name: str, method: str, call: Any, args: Any, kwargs: Any) -> Any:
-        """Run one model call, or use the cached result of a call with the same shapes."""
+        """Run one model call, or reuse the cached result of a call with the same input shapes."""
         tracker = self._tracker
         tracker.model = name
         self.between.append(tracker.take_peak())
@@ -94,12 +97,15 @@ class PipelineTrace:
         return output
 
     def _keep_output(self, name: str, tensor: torch.Tensor | None) -> None:
-        """Keep a model's last output alive, as the NaN and Inf check does in a real call."""
+        """Keep a model's last output in memory, as the check for NaN and Inf does in a real call."""
         if tensor is not None and tensor.numel() * tensor.element_size() <= MAX_KEPT_OUTPUT_BYTES:
             self._outputs[name] = tensor
 
     def run_submodule(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
-        """Run one call to a submodule that is called repeatedly (such as once per tile), or use the cached result."""
+        """Run one call to a submodule, or reuse the cached result of a call with the same input shapes.
+
+        This is for submodules that run repeatedly, for example once per tile.
+        """
         # Video autoencoders pass a list that each call updates for the next one: never cached.
         if any(isinstance(value, list | dict) and value for value in (*args, *kwargs.values())):
             return call(*args, **kwargs)
@@ -113,14 +119,17 @@ class PipelineTrace:
         return map_tensors(cached[0], torch.empty_like)
 
     def _to_meta(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a meta tensor that is not counted, because the CPU tensor that it represents is already counted."""
+        """Return a meta tensor with the layout of a given tensor.
+
+        The meta tensor is not counted, because the given tensor is already counted.
+        """
         with self._tracker.paused():
             meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         self._tracker.ignore(meta)
         return meta
 
     def _to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a CPU tensor of zeros, which is counted instead of the meta tensor."""
+        """Return CPU zeros with a meta tensor's shape; the zeros are counted instead of the meta tensor."""
         with self._tracker.paused():
             zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
         self._tracker.add(zeros, replaces_another=True)

@@ -1,4 +1,4 @@
-"""Private APIs of accelerate, as of accelerate 1.15.0. Paths are relative to the package."""
+"""Private APIs of accelerate, as of accelerate 1.15.0. File paths are relative to its package."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def find_hook(module: Any) -> Any:
 
 
 def has_hook(attributes: Mapping[str, Any]) -> bool:
-    """Return whether a module with this `__dict__` has a hook (hooks.py)."""
+    """Return whether a module with the given `__dict__` has an accelerate hook (hooks.py)."""
     # Not `hasattr`, which is slow for missing attributes (`nn.Module.__getattr__`): this runs for every layer.
     return "_hf_hook" in attributes

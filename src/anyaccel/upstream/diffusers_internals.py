@@ -1,4 +1,4 @@
-"""Private APIs of diffusers, as of diffusers 0.42.1. Paths are relative to the package."""
+"""Private APIs of diffusers, as of diffusers 0.42.1. File paths are relative to its package."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ _NOT_DIVISIBLE = "must be divisible by mesh size"
 
 
 def has_hook(attributes: Mapping[str, Any]) -> bool:
-    """Return whether a module with this `__dict__` has a hook."""
+    """Return whether a module with the given `__dict__` has a diffusers hook (hooks/hooks.py)."""
     # An empty registry does not count: `cache_context` adds one to every denoiser.
     registry = attributes.get(HOOK_ATTRIBUTE)
     return registry is not None and bool(registry.hooks)
 
 
 def is_argument_error(error: BaseException) -> bool:
-    """Return whether the error was raised by a pipeline's own `check_inputs` (every pipelines/*/pipeline_*.py)."""
+    """Return whether a pipeline's `check_inputs` method raised the error (pipelines/*/pipeline_*.py)."""
     # Pipelines raise a plain ValueError or TypeError, so only the name of the raising function identifies it.
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
@@ -78,10 +78,10 @@ def is_argument_error(error: BaseException) -> bool:
 
 
 def find_denoising_step(frame: FrameType) -> int | None:
-    """Return the index of the current denoising step in a `__call__` frame, or None outside the denoising loop.
+    """Return the index of the current denoising step in a pipeline's `__call__` frame.
 
-    Every pipeline has a `for i, t in enumerate(timesteps)` loop (pipelines/*/pipeline_*.py). In loops over `t`
-    without an index `i`, the step is 0.
+    Returns None outside the denoising loop. Every pipeline has a `for i, t in enumerate(timesteps)`
+    loop (pipelines/*/pipeline_*.py). In loops over `t` without an index `i`, the step is 0.
     """
     if frame.f_locals.get("self") is None or "t" not in frame.f_locals:
         return None
@@ -94,7 +94,10 @@ def find_denoising_step(frame: FrameType) -> int | None:
 
 @lru_cache(maxsize=1024)
 def _find_loops(code: CodeType) -> tuple[tuple[int, int], ...]:
-    """Return the first and last lines of each loop over `t`, or nothing if the source is not available."""
+    """Return the first and last line numbers of each loop over `t` in a function.
+
+    Returns an empty tuple if the source is not available.
+    """
     try:
         lines, start = inspect.getsourcelines(code)
         tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -109,7 +112,7 @@ def _read_names(target: ast.expr) -> set[str]:
 
 
 def read_float32_modules(model: Any) -> tuple[str, ...]:
-    """Return the names of modules that are kept in float32 (models/modeling_utils.py, `_keep_in_fp32_modules`)."""
+    """Return the names of modules kept in float32 (models/modeling_utils.py, `_keep_in_fp32_modules`)."""
     return tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
 
 
@@ -119,7 +122,7 @@ def read_repeated_blocks(model: Any) -> frozenset[str]:
 
 
 def read_parallel_plan(model: Any, kind: str) -> Mapping[str, Any]:
-    """Return a model's plan for "context" or "tensor" parallelism (models/modeling_utils.py)."""
+    """Return a model's sharding plan for "context" or "tensor" parallelism (models/modeling_utils.py)."""
     return getattr(model, {"context": "_cp_plan", "tensor": "_tp_plan"}[kind], None) or {}
 
 
@@ -129,7 +132,7 @@ def read_tensor_parallel_devices() -> tuple[str, ...]:
 
 
 def make_tensor_parallel_config(ranks: int, mesh: Any) -> Any:
-    """Return a `TensorParallelConfig`, which is not exported (models/_modeling_parallel.py)."""
+    """Return a `TensorParallelConfig`, which diffusers does not export (models/_modeling_parallel.py)."""
     return importlib.import_module("diffusers.models._modeling_parallel").TensorParallelConfig(
         tp_degree=ranks, mesh=mesh
     )
@@ -137,7 +140,10 @@ def make_tensor_parallel_config(ranks: int, mesh: Any) -> Any:
 
 @contextmanager
 def use_mesh(model: Any, mesh: Any, device: Any) -> Iterator[None]:
-    """Make `enable_parallelism` use this mesh and device inside the `with` block (models/modeling_utils.py)."""
+    """Make a model's `enable_parallelism` use this mesh and device inside the `with` block.
+
+    See `_resolve_parallel_config` in models/modeling_utils.py.
+    """
     import torch
 
     # `_resolve_parallel_config` derives both from torch's accelerator and divides by its device count, which is zero on
@@ -173,7 +179,10 @@ def allow_uneven_shares(model: Any) -> None:
 
 
 def read_dtype_argument() -> str:
-    """Return the name of the dtype argument of `from_pretrained` (utils/deprecation_utils.py)."""
+    """Return the name of the dtype argument of `from_pretrained`: `dtype` or `torch_dtype`.
+
+    See utils/deprecation_utils.py.
+    """
     # Newer versions warn about `torch_dtype`, older ones do not know `dtype`.
     deprecation = importlib.import_module("diffusers.utils.deprecation_utils")
     return "dtype" if hasattr(deprecation, "_resolve_dtype") else "torch_dtype"
@@ -182,13 +191,13 @@ def read_dtype_argument() -> str:
 def casts_components(pipeline_class: Any) -> bool:
     """Return whether a class's `from_pipe` casts components to float32 by default.
 
-    Pipeline classes do (pipelines/pipeline_utils.py); the AutoPipeline classes do not.
+    Pipeline classes cast them (pipelines/pipeline_utils.py); the AutoPipeline classes do not.
     """
     return hasattr(pipeline_class, "_get_signature_keys")
 
 
 def read_never_offloaded(pipe: Any) -> tuple[str, ...]:
-    """Return the names of models that CPU offloading skips (pipelines/pipeline_utils.py)."""
+    """Return the names of the models that CPU offloading skips (pipelines/pipeline_utils.py)."""
     return tuple(getattr(pipe, "_exclude_from_cpu_offload", ()))
 
 
@@ -199,7 +208,10 @@ def supports_group_offloading(model: Any) -> bool:
 
 
 def read_step_count(pipe: Any) -> int | None:
-    """Return the number of steps in the current call, if the pipeline stores it (pipelines/*/, `_num_timesteps`)."""
+    """Return the number of steps in the current call, or None if the pipeline does not store it.
+
+    See `_num_timesteps` in pipelines/*/pipeline_*.py.
+    """
     count = getattr(pipe, "_num_timesteps", None)
     return count if isinstance(count, int) else None
 
@@ -211,7 +223,7 @@ def read_progress_bar_config(pipe: Any) -> dict[str, Any]:
 
 @contextmanager
 def use_progress_bars(make_bar: Callable[..., Any]) -> Iterator[None]:
-    """Create `from_pretrained` progress bars with `make_bar` inside the `with` block (utils/logging.py, `tqdm`)."""
+    """Use `make_bar` for `from_pretrained`'s progress bars inside the `with` block (utils/logging.py)."""
     logging: Any = importlib.import_module("diffusers.utils.logging")
     before, logging.tqdm = logging.tqdm, make_bar
     try:
@@ -232,7 +244,7 @@ def read_alpha_sigma(scheduler: Any, sigma: float) -> tuple[float, float] | None
 
 
 def unpack_latents(pipe: Any, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return packed latents as (batch, channels, height, width); return other latents unchanged.
+    """Reshape packed latents to (batch, channels, height, width); return other latents unchanged.
 
     See pipelines/flux/pipeline_flux.py.
     """

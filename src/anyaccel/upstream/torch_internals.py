@@ -1,4 +1,4 @@
-"""Private APIs of torch, as of torch 2.13. Paths are relative to the package."""
+"""Private APIs of torch, as of torch 2.13. File paths are relative to its package."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ _REASON = re.compile(r"(?:Reason|Graph Break Reason): (?P<reason>[^\n]+)")
 
 
 def parse_graph_break(message: str) -> tuple[str, int, str] | None:
-    """Parse the file, line and reason of a graph break from a log message; return None if it reports none."""
+    """Return the file, line and reason of a graph break from a log message, or None for other messages."""
     match = _BREAK.search(message)
     if match is None:
         return None
@@ -137,7 +137,7 @@ def parse_graph_break(message: str) -> tuple[str, int, str] | None:
 
 
 def unwrap_compiled(module: Any) -> Any:
-    """Return the original module for a compiled module; return other objects unchanged (_dynamo/eval_frame.py)."""
+    """Return the module that `torch.compile` wrapped, or the object itself (_dynamo/eval_frame.py)."""
     return getattr(module, "_orig_mod", module)
 
 
@@ -147,23 +147,23 @@ def is_compiled(module: Any) -> bool:
 
 
 def is_compiler_error(error: BaseException) -> bool:
-    """Return whether Dynamo or Inductor raised the error, based on the module that defines the error class."""
+    """Return whether the error's class is defined in Dynamo or Inductor."""
     return type(error).__module__.startswith(("torch._inductor", "torch._dynamo"))
 
 
 def read_compile_times_s() -> dict[str, list[float]]:
-    """Return the seconds spent in each compiler phase by this process (_dynamo/utils.py)."""
+    """Return this process's compile times in seconds, by compiler phase (_dynamo/utils.py)."""
     # Not imported: importing Dynamo takes seconds, and if nothing has imported it yet, nothing was compiled.
     return dict(getattr(sys.modules.get("torch._dynamo.utils"), "compilation_time_metrics", {}))
 
 
 def scaled_mm(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Multiply scaled float8 matrices (`torch._scaled_mm`; there is no public function)."""
+    """Multiply scaled float8 matrices with `torch._scaled_mm`, which has no public equivalent."""
     return torch._scaled_mm(*args, **kwargs)
 
 
 def int_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Multiply int8 matrices (`torch._int_mm`; there is no public function)."""
+    """Multiply int8 matrices with `torch._int_mm`, which has no public equivalent."""
     return torch._int_mm(left, right)
 
 
@@ -172,7 +172,7 @@ pad_sequence: Callable[..., torch.Tensor] = torch._C._nn.pad_sequence
 
 
 def allow_half_precision_attention() -> None:
-    """Allow the math attention kernel to accumulate in half precision."""
+    """Allow the math backend of scaled dot-product attention to accumulate in half precision."""
     # The public function is in the CUDA part of `torch.backends`, although it applies to every device. Some supported
     # versions of torch do not have it.
     if hasattr(torch._C, "_set_math_sdp_allow_fp16_bf16_reduction"):
@@ -180,7 +180,10 @@ def allow_half_precision_attention() -> None:
 
 
 def find_property(name: str) -> Any:
-    """Return the getter of a tensor property, as passed to function modes (`torch._C.TensorBase`, _tensor.py)."""
+    """Return the getter of a tensor property, in the form that a `TorchFunctionMode` receives.
+
+    See `torch._C.TensorBase` and _tensor.py.
+    """
     descriptor = getattr(torch._C.TensorBase, name, None) or vars(torch.Tensor).get(name)
     return getattr(descriptor, "__get__", None)
 
@@ -211,12 +214,18 @@ def read_version(tensor: torch.Tensor) -> int:
 
 
 def read_address(owner: Any) -> int:
-    """Return the C++ address of a storage or generator; several Python objects can share it (`_cdata`, storage.py)."""
+    """Return the address of the C++ object behind a storage or generator (`_cdata`, storage.py).
+
+    Several Python objects can share one C++ object.
+    """
     return int(owner._cdata)
 
 
 def read_parameter_table(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
-    """Return the dict of a module's own parameters; writing to it bypasses registration (nn/modules/module.py)."""
+    """Return the dict of a module's own parameters (nn/modules/module.py).
+
+    Writing to the dict bypasses parameter registration.
+    """
     return module._parameters
 
 
@@ -226,19 +235,22 @@ def read_buffer_table(module: torch.nn.Module) -> dict[str, torch.Tensor | None]
 
 
 def read_child_table(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
-    """Return the dict of a module's children (nn/modules/module.py)."""
+    """Return the dict of a module's child modules (nn/modules/module.py)."""
     return module._modules
 
 
 def read_hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return a module's dicts of forward hooks and pre-hooks, which torch modifies in place (nn/modules/module.py)."""
+    """Return a module's dicts of forward hooks and forward pre-hooks (nn/modules/module.py).
+
+    torch modifies these dicts in place.
+    """
     return module._forward_hooks, module._forward_pre_hooks
 
 
 def list_computed_weights(module: torch.nn.Module) -> list[str]:
-    """Return the names of weights that `weight_norm` and `spectral_norm` recompute before each forward pass.
+    """Return the names of weights that `weight_norm` or `spectral_norm` recomputes in each forward pass.
 
-    These attributes are set by a `WeightNorm` or `SpectralNorm` hook (nn/utils/weight_norm.py,
+    A `WeightNorm` or `SpectralNorm` hook sets these attributes (nn/utils/weight_norm.py,
     nn/utils/spectral_norm.py).
     """
     hooks: list[Any] = [hook for hook in module._forward_pre_hooks.values() if type(hook).__name__ in _COMPUTING_HOOKS]
@@ -251,7 +263,7 @@ def read_schema(func: Any) -> Any:
 
 
 def can_decompose(func: Any) -> bool:
-    """Return whether `func.decompose` supports an operator (_ops.py, `OpOverload._can_decompose`)."""
+    """Return whether an operator can be decomposed with `decompose` (_ops.py, `_can_decompose`)."""
     return bool(func._can_decompose())
 
 
@@ -273,7 +285,10 @@ disable_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 def find_rebuild(is_parameter: bool) -> Callable[..., Any]:
-    """Return the function that unpickles a parameter, or a tensor from a device without storages (_utils.py)."""
+    """Return the function that torch uses to unpickle a parameter or a tensor (_utils.py).
+
+    For tensors, it is the function that copies a CPU tensor to the original device.
+    """
     utils: Any = torch._utils
     name = "_rebuild_parameter" if is_parameter else "_rebuild_device_tensor_from_cpu_tensor"
     rebuild: Callable[..., Any] = getattr(utils, name)
@@ -312,7 +327,10 @@ def count_function_modes() -> int:
 
 
 def remove_compiled_call(module: Any) -> Any:
-    """Undo `Module.compile()` and return the compiled call (nn/modules/module.py, `_compiled_call_impl`)."""
+    """Undo `Module.compile()` and return the compiled call, or None if the module was not compiled.
+
+    See `_compiled_call_impl` in nn/modules/module.py.
+    """
     return vars(module).pop("_compiled_call_impl", None)  # the class attribute is None
 
 
@@ -322,7 +340,10 @@ def restore_compiled_call(layer: Any, compiled: Any) -> None:
 
 
 def pause_gc_after_compile() -> AbstractContextManager[Any]:
-    """Disable Dynamo's garbage collection after each graph inside the `with` block (_dynamo/config.py)."""
+    """Return a context manager that disables Dynamo's garbage collection after each compilation.
+
+    See `run_gc_after_compile` in _dynamo/config.py.
+    """
     config: Any = importlib.import_module("torch._dynamo.config")
     return config.patch(run_gc_after_compile=False) if hasattr(config, "run_gc_after_compile") else nullcontext()
 
@@ -334,7 +355,10 @@ def find_compiler(name: str) -> Callable[..., Any]:
 
 
 def set_ptxas_path() -> None:
-    """Set the `ptxas` path as Inductor's compile workers do (_inductor/runtime/compile_tasks.py)."""
+    """Set Triton's `ptxas` path as Inductor's compile workers do, so that kernel cache keys match.
+
+    See _inductor/runtime/compile_tasks.py.
+    """
     # The version of ptxas is part of the cache key of every Triton kernel. Workers set the path before they compute a
     # key, this process only later. Without this call it would not find the kernels of the workers (torch 2.13).
     tasks = importlib.import_module("torch._inductor.runtime.compile_tasks")
@@ -351,20 +375,23 @@ def find_inductor_cache() -> str:
 
 
 def read_global_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the dicts of global forward hooks and pre-hooks, which torch modifies in place (nn/modules/module.py)."""
+    """Return the dicts of global forward hooks and forward pre-hooks (nn/modules/module.py).
+
+    torch modifies these dicts in place.
+    """
     from torch.nn.modules import module
 
     return module._global_forward_hooks, module._global_forward_pre_hooks
 
 
 def load_dynamo() -> None:
-    """Import Dynamo; must be called before `torch.Tensor.__new__` is patched."""
+    """Import Dynamo. This must be done before `torch.Tensor.__new__` is patched."""
     # On import, Dynamo compares its polyfill with the signature of `Tensor.__new__` (_dynamo/polyfills/tensor.py).
     importlib.import_module("torch._dynamo")
 
 
 def register_compiler(compile_graph: Callable[..., Any], name: str) -> None:
-    """Register a `torch.compile` backend (`torch._dynamo.register_backend`, documented under this name)."""
+    """Register a `torch.compile` backend under `name` (`torch._dynamo.register_backend`)."""
     dynamo: Any = importlib.import_module("torch._dynamo")
     dynamo.register_backend(compile_graph, name=name)
 
@@ -381,19 +408,19 @@ def read_private_use_name() -> str:
 
 
 def claim_private_use(name: str, module: Any) -> None:
-    """Rename the `PrivateUse1` backend and register a Python device module (utils/backend_registration.py)."""
+    """Rename the `PrivateUse1` backend and register its Python module (utils/backend_registration.py)."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend(rename=name, backend_module=module)
 
 
 def register_device_module(name: str, module: Any) -> None:
-    """Register a module as `torch.NAME` (`torch._register_device_module`, documented for backends)."""
+    """Register a device module as `torch.NAME` (`torch._register_device_module`)."""
     torch._register_device_module(name, module)
 
 
 def read_device_type(name: str) -> Any:
-    """Return the torch `DeviceType` with this name, or None (csrc/autograd/init.cpp)."""
+    """Return the torch `DeviceType` with this name, or None if there is none (csrc/autograd/init.cpp)."""
     device_types: Any = torch._C._autograd.DeviceType
     return getattr(device_types, name, None)
 
@@ -411,7 +438,10 @@ def make_guard(device_type: Any) -> Any:
 
 
 def find_guard_table(length: int) -> Any:
-    """Return libc10's device guard registry, which is indexed by device type (c10/core/impl)."""
+    """Return libc10's device guard registry, an array indexed by device type (c10/core/impl).
+
+    Raises `VirtualDeviceError` if libc10 does not export the registry.
+    """
     library = Path(torch.__file__).parent / "lib" / "libc10.so"
     try:
         return (ctypes.c_void_p * length).in_dll(ctypes.CDLL(str(library)), _GUARD_TABLE)
@@ -423,7 +453,10 @@ def find_guard_table(length: int) -> Any:
 
 
 def is_decomposed(func: Any) -> bool:
-    """Return whether torch decomposes an operator before dispatching it to a device."""
+    """Return whether torch decomposes an operator before dispatching it to a device.
+
+    This is the case for operators with a `CompositeImplicitAutograd` kernel.
+    """
     name = func.name()
     # TorchScript has overloads that the dispatcher does not know, and looking up their kernels raises.
     return name in _list_operations() and bool(

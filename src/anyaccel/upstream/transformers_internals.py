@@ -1,4 +1,4 @@
-"""Private APIs of transformers, as of transformers 5.22.2. Paths are relative to the package."""
+"""Private APIs of transformers, as of transformers 5.22.2. File paths are relative to its package."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def is_transformers_model(model: Any) -> bool:
 
 
 def read_float32_modules(model: Any, dtype: str) -> tuple[str, ...]:
-    """Return the names of modules that stay in float32 when the model has another dtype (modeling_utils.py).
+    """Return the names of modules that stay in float32 if the model uses `dtype` (modeling_utils.py).
 
-    `_keep_in_fp32_modules` applies only to float16; `_keep_in_fp32_modules_strict` also applies to bfloat16.
+    `_keep_in_fp32_modules` applies only to float16; `_keep_in_fp32_modules_strict` also applies to
+    bfloat16.
     """
     name = "_keep_in_fp32_modules" if dtype == "float16" else "_keep_in_fp32_modules_strict"
     return tuple(getattr(model, name, None) or ())

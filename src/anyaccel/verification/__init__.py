@@ -1,1 +1,1 @@
-"""Verification of a device sheet on the device itself, recorded as evidence."""
+"""Verification of a capability sheet on the actual device; the results are recorded as evidence."""

@@ -1,4 +1,4 @@
-"""Device under test, and the result of a probe."""
+"""Data classes for the device under test and for the result of a probe."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FOLDERS = re.compile(r"(?<![\w:/])(?:/[^\s/:'\"]+)+/|\b[A-Za-z]:\\(?:[^\s\\]+\\
 
 @dataclass(frozen=True)
 class Observation:
-    """Result of a probe."""
+    """Result of a probe: the observed effect, and the measured values or the reason for a skip."""
 
     seen: str
     """`yes`, an effect such as `error`, or empty if the probe did not run."""
@@ -34,7 +34,10 @@ class Observation:
 
 @dataclass(frozen=True)
 class ProbeContext:
-    """Device to probe, with its sheet for the detected product and versions but without earlier probe results."""
+    """Device to probe, with its sheet for the detected product and versions.
+
+    The sheet does not include results of earlier probes.
+    """
 
     sheet: Sheet
     driver: Driver
@@ -45,7 +48,7 @@ class ProbeContext:
 
     @property
     def device(self) -> torch.device:
-        """The `torch.device`. Reading it loads the driver."""
+        """The `torch.device` to probe; reading this property loads the driver."""
         import torch
 
         self.driver.load()
@@ -68,7 +71,7 @@ class ProbeContext:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error as one line, without local folder names, because the evidence files are published."""
+    """Summarize an error in one line, without local folder names, because evidence files are published."""
     return _FOLDERS.sub("", summarize_error(error))[:300]
 
 

@@ -1,4 +1,4 @@
-"""Probe for a dtype: whether the device stores it and computes correctly in it, and how fast it is."""
+"""Probe that checks a dtype's storage, correctness and speed on a device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _MAX_SECONDS = 0.5
 
 
 def probe_dtype_claim(context: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
-    """Store, add and multiply values in a dtype, and measure its speed if the sheet lists it as slow."""
+    """Check that a dtype can be stored and that additions and matrix products are correct.
+
+    If the sheet lists the dtype as slow, its speed is measured too.
+    """
     dtype = name.removeprefix("dtypes.")
     if dtype.startswith("float8"):
         return _probe_float8(context, dtype, claim)
@@ -45,7 +48,10 @@ def probe_dtype_claim(context: ProbeContext, name: str, claim: Claim | Unknown) 
 
 
 def _compare_products(context: ProbeContext, dtype: str) -> Observation:
-    """Compare a matrix product and a softmax with float64 results from the CPU, using the same rounded inputs."""
+    """Compare a matrix product and a softmax on the device with float64 results from the CPU.
+
+    Both devices use the same inputs, which are rounded to `dtype`.
+    """
     import torch
 
     left, right = (seeded_randn((48, 48), seed).to(getattr(torch, dtype)) for seed in (1, 2))
@@ -119,7 +125,10 @@ def _time_dtype(context: ProbeContext, dtype: str, replacement: str) -> Observat
 
 
 def _time(context: ProbeContext, dtype_name: str) -> float:
-    """Return the best time in seconds for a matrix product and, for floating-point dtypes, a convolution."""
+    """Return the shortest measured time in seconds for a matrix product and a convolution.
+
+    Integer dtypes are measured without the convolution.
+    """
     import torch
 
     dtype: torch.dtype = getattr(torch, dtype_name)

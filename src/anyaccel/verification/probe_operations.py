@@ -1,4 +1,4 @@
-"""Probes for single operations, sizes and quirks. Each probe calls the operation that its limit describes."""
+"""Probes for single operations, sizes and quirks; each probe calls the operation that it checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _TOLERANCE = 2e-2
 
 
 def probe_operations(context: ProbeContext, name: str, limit: OperationLimit) -> Observation:
-    """Call every operation in a limit with every dtype that it names; if results differ, report `mixed`."""
+    """Call every operation in a limit with every dtype in the limit, and check the results.
+
+    The observed effect is `mixed` if the calls have different effects.
+    """
     calls = _LARGE_CALLS if limit.past_elements is not None else _CALLS
     unknown = [operation for operation in limit.operations if operation not in calls]
     if unknown:
@@ -147,7 +150,10 @@ _CALLS: dict[str, Callable[[torch.device, torch.dtype], torch.Tensor]] = {
 
 
 def _call_large(context: ProbeContext, limit: OperationLimit) -> Observation:
-    """Run operations in float16 just above the limit's size, and compare corners with results for small inputs."""
+    """Run operations in float16 just above the size in the limit, and check two corners of each result.
+
+    The expected values are computed from small inputs.
+    """
     elements = limit.past_elements or 0
     # Two bytes per element; the factor covers the input, the result and the workspace of the kernel.
     needed, spare = 5 * elements * 2, context.spare_bytes()
@@ -228,7 +234,7 @@ _LARGE_CALLS: dict[str, Callable[[torch.device, int], float]] = {
 
 
 def probe_size(context: ProbeContext, name: str, claim: SizeLimit | Yes | Unknown) -> Observation:
-    """Create a tensor or call attention just above the size limit."""
+    """Check that a tensor or attention result just above the size limit contains correct values."""
     if not isinstance(claim, SizeLimit):
         return Observation("", "the sheet names no size limit")
     scores = claim.of == "attention_scores"
@@ -268,7 +274,7 @@ def _attend_past(context: ProbeContext, amount: int) -> bool:
 
 
 def probe_quirk(context: ProbeContext, name: str, quirk: Quirk) -> Observation:
-    """Reproduce a quirk if there is a probe for it."""
+    """Run the probe for a quirk; return an empty observation if the quirk has no probe."""
     reproduce = _QUIRKS.get(quirk.name)
     return Observation("", "no probe for this quirk") if reproduce is None else reproduce(context)
 

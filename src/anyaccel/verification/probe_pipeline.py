@@ -1,4 +1,4 @@
-"""Probe that places a tiny pipeline on a device and compares its image with the one from the CPU."""
+"""Probe that runs a tiny pipeline on a device and on the CPU, and compares the images."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONDITIONS = (
 
 
 def configure_process(threads: int) -> None:
-    """Enable full float32 precision, set the number of threads and silence library warnings."""
+    """Enable full float32 precision, set the number of CPU threads and silence library warnings."""
     import torch
 
     torch.set_num_threads(threads)
@@ -40,7 +40,7 @@ def configure_process(threads: int) -> None:
 
 
 def probe_pipeline(name: str, device: Any) -> PipelineFinding:
-    """Run one recipe on the CPU with diffusers alone and on the device with anyaccel, and compare the images."""
+    """Run a recipe with diffusers on the CPU and with anyaccel on the device, and compare the images."""
     from anyaccel.runtime.pipeline import place
 
     recipe = recipes()[name]
@@ -65,9 +65,10 @@ def probe_pipeline(name: str, device: Any) -> PipelineFinding:
 
 
 def measure_sensitivity(recipe: Recipe, expected: Any) -> float:
-    """Return how much the CPU image changes when the weights change by 1e-6, about the size of a rounding error.
+    """Return how much the CPU image changes if each weight changes by a relative amount of about 1e-6.
 
-    Some tiny models with random weights quantize to discrete codes, or amplify each rounding error a thousandfold.
+    Some tiny models with random weights amplify rounding errors a thousandfold, or quantize values to
+    discrete codes, so they need a larger tolerance.
     """
     import torch
 

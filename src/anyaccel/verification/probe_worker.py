@@ -1,7 +1,7 @@
 """Worker process that probes a device. A crash or an unresponsive driver affects only one finding.
 
-The worker is a new process rather than a fork, because an initialized driver does not survive a fork. Requests
-and responses are JSON lines.
+The worker is a new process rather than a fork, because an initialized driver cannot be used after a
+fork. Requests and responses are JSON lines.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _PACKAGES = ("torch", "diffusers", "transformers", "accelerate")
 
 
 class ProbeWorkerDiedError(AnyaccelError):
-    """Error raised when a worker process ends before it responds."""
+    """Error raised when a worker process ends before it responds to a request."""
 
 
 class ProbeWorkerKilledError(ProbeWorkerDiedError):
-    """Error raised when a worker process is killed (out of host memory or timeout).
+    """Error raised when a worker process is killed because host memory ran out or a request timed out.
 
     Unlike a crash, this does not count as a device error.
     """
@@ -42,10 +42,10 @@ class ProbeWorkerKilledError(ProbeWorkerDiedError):
 
 @dataclass
 class ProbeWorker:
-    """Handle to a worker process for one device. The process starts on the first request.
+    """Handle to a worker process that probes one device. The process starts on the first request.
 
-    The process is restarted after a crash. Use the handle as a context manager: the process ends when the
-    `with` block exits.
+    The process is restarted after a crash. Use the handle as a context manager: the process ends when
+    the `with` block exits.
     """
 
     device: str
@@ -53,15 +53,15 @@ class ProbeWorker:
     _worker: JsonLineWorker | None = None
 
     def probe_claim(self, name: str) -> Finding:
-        """Probe one claim on the sheet."""
+        """Probe one claim on the device's sheet in the worker process, and return the finding."""
         return Finding(**self._request({"claim": name}))
 
     def probe_pipeline(self, name: str, threads: int) -> PipelineFinding:
-        """Run a pipeline on the device and on the CPU, using `threads` CPU threads."""
+        """Run a recipe on the device and on the CPU, with `threads` CPU threads, and compare the images."""
         return PipelineFinding(**self._request({"pipeline": name, "threads": threads}))
 
     def read_versions(self) -> dict[str, str]:
-        """Return the library and driver versions."""
+        """Return the versions of the libraries and the driver, as the worker process reports them."""
         return self._request({"versions": True})
 
     def __enter__(self) -> ProbeWorker:
@@ -100,7 +100,7 @@ class ProbeWorker:
 
 
 def make_probe_context(device: str, quick: bool) -> ProbeContext:
-    """Open a device on this machine, with its sheet for the detected product and versions."""
+    """Open a device on this machine; return it with its sheet for the detected product and versions."""
     opened = open_device(device)
     # The sheet of the opened device includes probe results; the claims to verify are those of the written sheet.
     written = sheet(opened.sheet.name)
@@ -110,7 +110,10 @@ def make_probe_context(device: str, quick: bool) -> ProbeContext:
 
 
 def read_versions(sheet: Sheet) -> dict[str, str]:
-    """Return the versions of the libraries, of the toolkits that torch was built with, and of the kernel driver."""
+    """Return the versions of the libraries and the kernel driver, keyed by name.
+
+    The dict also contains the versions of toolkits that torch was built with, such as CUDA.
+    """
     machine = this_machine()
     # A package on `sys.path` without metadata has only its `__version__`.
     not_installed = [name for name in _PACKAGES if name not in machine.versions]
@@ -141,7 +144,7 @@ def _is_broken(context: ProbeContext) -> bool:
 
 
 def main() -> None:
-    """Respond to requests from the parent process."""
+    """Probe the device named on the command line, as requested by the parent process."""
     with connecting_to_parent() as (tasks, answer):
         device, quick = sys.argv[1:]
         configure_process(os.cpu_count() or 1)

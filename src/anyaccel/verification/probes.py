@@ -1,8 +1,8 @@
 """Probes for the claims on a device sheet.
 
-Each probe returns an `Observation`. A device error counts as an observation, and a probe that does not fit in
-memory is skipped. A virtual device is probed only for the limits it enforces; limits that it only records are
-read from its ledger.
+Each probe returns an `Observation`. A device error counts as an observation, and a probe that does
+not fit in memory is skipped. A virtual device is probed only for limits that it emulates. Limits
+that do not change a result, such as slow operations, are read from the device's ledger.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _NO_TOOLS = re.compile(r"C(\+\+)? compiler|TritonMissing|No module named|Python\
 
 
 def find_claims(sheet: Sheet) -> list[str]:
-    """Return the names of the claims that have a probe, in sheet order."""
+    """Return the names of the claims that have a probe, in the order of the sheet."""
     return [name for name, _ in sheet.claims() if name.split(".")[0] in _PROBES]
 
 
 def probe(context: ProbeContext, name: str) -> Finding:
-    """Probe one claim on the device."""
+    """Run the probe for one claim, unless it must be skipped, and return the finding."""
     claim = dict(context.sheet.claims())[name]
     reason = _find_skip_reason(context, name, claim)
     return judge(context.sheet, name, Observation("", reason) if reason else _run_probe(context, name, claim))
 
 
 def judge(sheet: Sheet, name: str, observation: Observation) -> Finding:
-    """Compare an observation with the claim on the sheet and return the finding."""
+    """Compare an observation with the claim `name` on the sheet, and return the finding."""
     claim = dict(sheet.claims())[name]
     expected = _expect(claim)
     verdict: Verdict = "agrees" if observation.seen == expected else "contradicts"
@@ -76,7 +76,7 @@ def _expect(claim: Claim | Unknown) -> str:
 
 
 def _find_skip_reason(context: ProbeContext, name: str, claim: Claim | Unknown) -> str:
-    """Return why a claim is not probed, or an empty string if it is."""
+    """Return why a claim cannot be probed on this device, or an empty string if it can."""
     if isinstance(claim, Limit) and claim.conditional:
         where = ", ".join([*claim.only_on, *claim.only_if])
         return f"it applies to {where}, and the device does not report whether it is one of them"
@@ -92,7 +92,7 @@ def _find_skip_reason(context: ProbeContext, name: str, claim: Claim | Unknown) 
 
 
 def _run_probe(context: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
-    """Run the probe and return its observation; a device error counts as an observation."""
+    """Run the probe for a claim and return its observation; a device error counts as an observation."""
     import torch
 
     if context.accelerator is not None:
@@ -162,7 +162,10 @@ def _probe_new_shapes(context: ProbeContext, name: str, claim: Claim | Unknown) 
 
 
 def _time_first_runs(run: Callable[[int], bool], sizes: list[int]) -> tuple[bool, float]:
-    """Return whether all results are correct, and the median extra time in ms of the first run at a new size."""
+    """Run each size twice; return whether all results are correct and how much slower first runs are.
+
+    The second value is the median difference between the first and the second run, in milliseconds.
+    """
     # The run before the loop loads the kernels, and the difference below is the cost of the new shape.
     right, extra = run(sizes[0] + 1), []
     for size in sizes:

@@ -1,9 +1,10 @@
-"""`verify`: checks the claims on a device sheet on the device, and compares pipeline outputs with the CPU's.
+"""Verification of the claims on a device sheet, and comparison of pipeline outputs with the CPU's.
 
     verification = verify("cuda", pipelines="all", signed_off_by="A. Name", on_message=print)
     Path("evidence.json").write_text(verification.to_json())
 
-On a virtual device, this verifies the emulator rather than hardware, and the result has `virtual=True`.
+On a virtual device, this verifies the emulator rather than hardware, and the result has
+`virtual=True`.
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ def verify(
     commit: str | None = None,
     on_message: OnMessage = lambda line: None,
 ) -> Verification:
-    """Verify a device's sheet on the device itself: `verify("cuda")`, `verify("virtual:mps")`.
+    """Verify the claims on a device's sheet: `verify("cuda")`, `verify("virtual:mps")`.
 
-    `pipelines` is `few`, `all` or a sequence of recipe names; `jobs` processes run them concurrently. Progress
-    messages are passed to `on_message`. Probes run in separate processes, and a crash in one of them is reported as
-    a finding.
+    `pipelines` is `few`, `all` or a sequence of recipe names; `jobs` processes run them concurrently.
+    Progress messages are passed to `on_message`. Probes run in separate processes, and a crash in one
+    of them is reported as a finding.
     """
     names = _choose_recipes(pipelines)
     if jobs is not None and jobs < 1:
@@ -97,7 +98,7 @@ def _choose_recipes(requested: Literal["few", "all"] | Sequence[str]) -> list[st
 
 
 def _probe_claims(worker: ProbeWorker, sheet: Sheet, on_message: OnMessage) -> tuple[Finding, ...]:
-    """Probe the claims sequentially in one process, because some probes measure time."""
+    """Probe the claims one after another in one process, because some probes measure time."""
     findings = []
     for name in find_claims(sheet):
         try:
@@ -113,7 +114,7 @@ def _probe_claims(worker: ProbeWorker, sheet: Sheet, on_message: OnMessage) -> t
 def _probe_pipelines(
     workers: list[ProbeWorker], names: list[str], threads: int, on_message: OnMessage
 ) -> tuple[PipelineFinding, ...]:
-    """Distribute the pipelines across the worker processes, and return the findings in the order of `names`."""
+    """Distribute the recipes among the workers, and return the findings in the order of `names`."""
     # A list iterator is safe to share between threads: `next` holds the GIL.
     queue, stopped = iter(names), threading.Event()
     findings: dict[str, PipelineFinding] = {}
@@ -149,7 +150,7 @@ def _make_crash_finding(name: str, message: str) -> PipelineFinding:
 
 
 def describe_pipeline(finding: PipelineFinding) -> str:
-    """Return the result for one pipeline as one line."""
+    """Return one line of text that describes the result for one pipeline."""
     verdict = {True: "right", False: "wrong", None: "not tried"}[finding.right]
     figure = "" if finding.max_difference is None else f", differs by {finding.max_difference:.1e}"
     return f"{finding.recipe}: {verdict}{figure}{': ' if finding.error else ''}{finding.error}"
@@ -158,7 +159,10 @@ def describe_pipeline(finding: PipelineFinding) -> str:
 def _verify_virtual(
     name: str, names: list[str], jobs: int, signed_off_by: str, commit: str | None, on_message: OnMessage
 ) -> Verification:
-    """Verify a virtual device in forked processes, which also call `on_message`."""
+    """Verify a virtual device in forked processes.
+
+    `on_message` is called in the forked processes.
+    """
     from anyaccel.emulator.run_forked import run_forked
 
     device_sheet = sheet(name)
@@ -204,7 +208,7 @@ def _make_virtual_context(accelerator: VirtualAccelerator) -> ProbeContext:
 
 
 def _report(finding: FindingT, on_message: OnMessage) -> FindingT:
-    """Pass a finding to `on_message` as a message, and return the finding."""
+    """Pass a finding to `on_message` as one line of text, and return the finding."""
     on_message(f"{finding.claim}: {finding.verdict}" if isinstance(finding, Finding) else describe_pipeline(finding))
     return finding
 

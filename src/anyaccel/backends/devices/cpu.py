@@ -157,7 +157,10 @@ _CGROUPS = (
 
 
 class CpuDriver(Driver):
-    """The CPU driver, without a caching allocator or streams; memory figures come from the operating system."""
+    """Driver for the CPU.
+
+    The CPU has no caching allocator and no streams. Memory figures come from the operating system.
+    """
 
     def count(self) -> int:
         return 1

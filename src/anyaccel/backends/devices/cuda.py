@@ -1,4 +1,7 @@
-"""NVIDIA CUDA and AMD ROCm. torch calls both `cuda`; the torch build determines which sheet applies."""
+"""Backend for NVIDIA CUDA and AMD ROCm.
+
+torch uses the device type `cuda` for both; the torch build determines which sheet applies.
+"""
 
 from __future__ import annotations
 
@@ -425,7 +428,7 @@ ROCM = replace(
 
 
 class CudaDriver(Driver):
-    """The CUDA driver, which supports CUDA graphs, events and side streams."""
+    """The driver for CUDA and ROCm, with support for graphs, events and side streams."""
 
     has_events = True
 

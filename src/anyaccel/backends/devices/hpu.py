@@ -1,4 +1,4 @@
-"""Intel Gaudi (`hpu`)."""
+"""Backend for Intel Gaudi (`hpu`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cambricon MLU (`mlu`), through `torch_mlu`."""
+"""Backend for Cambricon MLU (`mlu`), based on `torch_mlu`."""
 
 from __future__ import annotations
 

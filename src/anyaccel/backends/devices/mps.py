@@ -1,4 +1,4 @@
-"""Apple silicon (`mps`), through Metal Performance Shaders."""
+"""Backend for Apple silicon (`mps`), based on Metal Performance Shaders."""
 
 from __future__ import annotations
 
@@ -395,7 +395,10 @@ SHEET = Sheet(
 
 
 class MpsDriver(Driver):
-    """The MPS driver: there is a single device, and the memory functions in `torch.mps` have different names."""
+    """The MPS driver.
+
+    MPS has a single device, and the memory functions in `torch.mps` differ from those in `torch.cuda`.
+    """
 
     def synchronize(self, index: int) -> None:
         self.module().synchronize()

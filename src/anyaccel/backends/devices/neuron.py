@@ -1,4 +1,4 @@
-"""AWS Trainium and Inferentia, through the native torch device `neuron`."""
+"""Backend for AWS Trainium and Inferentia, based on the native torch device `neuron`."""
 
 from __future__ import annotations
 
@@ -297,7 +297,11 @@ SHEET = Sheet(
 
 
 class NeuronDriver(Driver):
-    """The Neuron driver: memory figures are valid only after synchronizing, and free memory is computed."""
+    """The Neuron driver.
+
+    It synchronizes before it reads memory statistics, and computes free memory as total memory minus
+    reserved memory.
+    """
 
     def synchronize(self, index: int) -> None:
         self.module().synchronize()

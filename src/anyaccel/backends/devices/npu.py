@@ -1,4 +1,4 @@
-"""Huawei Ascend (`npu`), through `torch_npu`."""
+"""Backend for Huawei Ascend (`npu`), based on `torch_npu`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Intel GPUs (Arc, Data Center GPU Max, integrated), through `torch.xpu`."""
+"""Backend for Intel GPUs (Arc, Data Center GPU Max, integrated), based on `torch.xpu`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""Chart of all tiny pipelines on all virtual devices, as JSON, Markdown and an interactive page."""
+"""Compatibility chart: results for all tiny test pipelines on all virtual devices.
+
+It is written as JSON, as Markdown and as an interactive HTML page.
+"""

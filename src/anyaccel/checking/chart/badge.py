@@ -27,7 +27,10 @@ _NARROW, _WIDE = frozenset("fijlrtI.,:;'|!()[]{} /"), frozenset("mwMW@%")
 
 
 def make_badge(label: str, value: str, state: State | None = None) -> str:
-    """Return an SVG badge with the value in the color for `state`: `make_badge("mps", "works (virtual)", "works")`."""
+    """Return an SVG badge with a label and a value; `state` determines the background color.
+
+    For example, use `make_badge("mps", "works (virtual)", "works")`.
+    """
     label, value = _clean(label), _clean(value)
     left, right = (_text_width(text) + 2 * _PADDING for text in (label, value))
     title = html.escape(f"{label}: {value}")

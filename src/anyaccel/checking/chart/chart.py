@@ -1,4 +1,4 @@
-"""Chart data: every tiny pipeline on every virtual device, with plain diffusers and with anyaccel."""
+"""Chart data: results for every tiny test pipeline on every virtual device, with and without anyaccel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LARGEST_GROUP = 12
 
 @dataclass(frozen=True)
 class CodeLine:
-    """Line of source code."""
+    """A line of source code: its file, its line number and its text."""
 
     file: str
     line: int
@@ -34,7 +34,11 @@ class CodeLine:
 
 @dataclass(frozen=True)
 class LimitFinding:
-    """Line of code that hits a limit, with the hit count and the first denoising step (None if outside the loop)."""
+    """A line of code that hits a device limit.
+
+    `count` is the number of hits. `step` is the denoising step of the first hit, or None outside the
+    denoising loop.
+    """
 
     limit: str
     effect: str
@@ -45,7 +49,7 @@ class LimitFinding:
 
 @dataclass(frozen=True)
 class Attempt:
-    """Run of one pipeline on one device in one mode, plain or placed."""
+    """Result of running one pipeline on one device, with plain diffusers or with anyaccel."""
 
     state: State
     error: str = ""
@@ -54,14 +58,14 @@ class Attempt:
     findings: tuple[LimitFinding, ...] = ()
 
     def count(self) -> dict[str, int]:
-        """Return the number of lines that hit a limit, by effect."""
+        """Return the number of code lines that hit a limit, keyed by effect: `{"error": 2}`."""
         effects = [finding.effect for finding in self.findings]
         return {effect: effects.count(effect) for effect in dict.fromkeys(effects)}
 
 
 @dataclass(frozen=True)
 class ChartCell:
-    """Results for one pipeline on one device, in both modes."""
+    """Results for one pipeline on one device, with plain diffusers and with anyaccel."""
 
     device: str
     plain: Attempt
@@ -114,9 +118,10 @@ def find_families(names: Sequence[str], all_recipes: Iterable[Recipe]) -> list[R
 def make_chart(
     recipes: Sequence[Recipe], devices: Sequence[str], *, jobs: int = 2, on_progress: OnChartProgress | None = None
 ) -> Generator[ChartRow, None, None]:
-    """Run every recipe on every virtual device in both modes, and yield each row as soon as it is complete.
+    """Run every recipe on every virtual device, and yield each row as soon as it is complete.
 
-    The worker processes are terminated when the generator is closed or raises an error.
+    Each recipe runs twice per device: with plain diffusers and with anyaccel. The worker processes are
+    terminated when the generator is closed or raises an error.
     """
     _import_pipelines(recipes)
     groups = list(_group(recipes))
@@ -131,7 +136,7 @@ def make_chart(
 
 
 def _import_pipelines(recipes: Sequence[Recipe]) -> None:
-    """Import the pipelines once in the parent process, so forked processes inherit them."""
+    """Import the pipeline classes in the parent process, so that forked processes inherit them."""
     diffusers = importlib.import_module("diffusers")
     importlib.import_module("anyaccel.runtime.pipeline")
     for recipe in recipes:
@@ -166,7 +171,10 @@ def _run_group(recipes: Sequence[Recipe], devices: Sequence[str]) -> list[ChartR
 
 
 def _run_guarded(device: str, recipes: Sequence[Recipe], expected: dict[str, Any]) -> list[ChartCell]:
-    """Return the cells for recipes that share a process. If the process dies, run each recipe in its own process."""
+    """Return the chart cells for recipes that run in one process.
+
+    If the process dies, each recipe runs again in its own process.
+    """
     try:
         reports = run_on_device(device, recipes, expected, (_PLAIN, _PLACED))
     except CancelledError:  # the chart was interrupted
@@ -193,7 +201,7 @@ def _make_attempt(report: DeviceReport) -> Attempt:
 
 
 def _merge_lines(violations: Sequence[Violation]) -> Iterator[LimitFinding]:
-    """Yield one finding per line of code and limit, with the total count across all operations."""
+    """Yield one finding per line of code and limit, with the total number of hits by all operations."""
     by_line: dict[tuple[str, str, CodeLine], list[Violation]] = {}
     for violation in violations:
         site = CodeLine(_package_path(violation.file), violation.line, violation.code)

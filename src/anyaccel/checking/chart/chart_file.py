@@ -1,4 +1,7 @@
-"""Chart as JSON: lines of code and limits are stored once, and cells refer to them by index or name."""
+"""JSON file format for the chart.
+
+Each line of code and each limit is stored only once; cells refer to them by index or name.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _FORMAT = 1
 
 
 def as_document(chart: Chart, verifications: Iterable[Verification] = ()) -> dict[str, Any]:
-    """Return the chart as a JSON-serializable dict, with all data that the page needs."""
+    """Return the chart as a JSON-serializable dict with all data for the HTML page."""
     sites = list(dict.fromkeys(finding.site for finding in _all_findings(chart)))
     index = {site: position for position, site in enumerate(sites)}
     return {
@@ -43,7 +46,7 @@ def write_chart(chart: Chart, path: Path) -> None:
 
 
 def read_chart(path: Path) -> Chart:
-    """Read a chart written by `write_chart`."""
+    """Read a chart written by `write_chart`; raise if the file is not a valid chart."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document["format"] != _FORMAT:
@@ -67,7 +70,7 @@ def _all_findings(chart: Chart) -> Iterable[LimitFinding]:
 
 
 def _describe_device(name: str, chart: Chart) -> dict[str, Any]:
-    """Return a device's title, its pipeline counts, and the limits that at least one pipeline hits."""
+    """Return a device's title, how many pipelines work on it, and the limits that pipelines hit."""
     device = sheet(name)
     limits = device.limits(Limit)
     effects = {
@@ -98,7 +101,7 @@ def _describe_limit(limit: Limit | None, effect: str) -> dict[str, str]:
 
 
 def _describe_hardware(verifications: Iterable[Verification]) -> dict[str, list[dict[str, Any]]]:
-    """Return the pipelines that were verified on hardware, grouped by device."""
+    """Return the verification results for pipelines on real hardware, grouped by device."""
     hardware: dict[str, list[dict[str, Any]]] = {}
     for verification in verifications:
         pipelines = {

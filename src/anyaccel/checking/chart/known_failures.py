@@ -18,5 +18,5 @@ REASONS: dict[str, str] = {
 
 
 def find_reason(recipe: str) -> str:
-    """Return the known reason why a recipe fails when placed, or an empty string."""
+    """Return the known reason why a recipe fails even with anyaccel, or an empty string."""
     return REASONS.get(recipe, "")

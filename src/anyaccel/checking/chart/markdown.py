@@ -1,4 +1,4 @@
-"""Chart as Markdown: one table per family, and the failures with their reasons."""
+"""Markdown version of the chart: one table per pipeline family, and the failures with reasons."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ _PLACEHOLDERS = re.compile(r"\{\{(title|style|script|data)\}\}")
 
 
 def write_page(document: Mapping[str, Any]) -> str:
-    """Return the HTML page for a chart document (`chart_file.as_document`)."""
+    """Return the HTML page for the chart dict that `chart_file.as_document` returns."""
     return fill_page("chart.html", document, title="anyaccel chart: diffusers pipelines on accelerators")
 
 
 def fill_page(template: str, data: Mapping[str, Any], title: str) -> str:
-    """Fill an HTML template with the title, the shared style sheet and script, and the data."""
+    """Return an HTML template filled with the title, the shared style sheet and script, and the data."""
     values = {
         "title": html.escape(title),
         "style": _read("page.css"),

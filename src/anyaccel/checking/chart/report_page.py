@@ -1,4 +1,7 @@
-"""Report as an HTML page for `anyaccel check --html`, with the chart's style sheet and script."""
+"""HTML page for a check report, written by `anyaccel check --html`.
+
+It uses the style sheet and the script of the chart page.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ __all__ = ["write_report_page"]
 
 
 def write_report_page(report: Report, environment: Mapping[str, Any] | None = None) -> str:
-    """Return a report's HTML page.
+    """Return the HTML page for a check report.
 
     `environment` contains the date and the versions, for example `{"versions": {"torch": "2.13.0"}}`.
     """

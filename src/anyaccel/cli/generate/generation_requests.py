@@ -25,7 +25,10 @@ class GenerateTask:
 
 
 def make_tasks(options: Options, prompts: Sequence[str], originals: Sequence[ImageMetadata]) -> list[GenerateTask]:
-    """Return the tasks for a run. Options override the metadata of the original images."""
+    """Return one task for all prompts, or one task per image to regenerate.
+
+    Command-line options override the metadata of the original images.
+    """
     if originals:
         return [_regenerate(options, original) for original in originals]
     if not prompts and options.explain:

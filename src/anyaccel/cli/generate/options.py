@@ -25,7 +25,7 @@ STDOUT = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options for the command; None means that an option is not set."""
+    """Options for `anyaccel generate`; None means that an option is not set."""
 
     prompts: Sequence[str] = ()
     prompts_file: str | None = None
@@ -63,7 +63,7 @@ class Options:
         return {name: value for name, value in call.items() if value is not None}
 
     def read_prompts(self) -> list[str]:
-        """Return the prompts from the command line, followed by those from the file."""
+        """Return the prompts from the command line, followed by those from the `--prompts` file."""
         return [*self.prompts, *(read_prompts_file(self.prompts_file) if self.prompts_file else ())]
 
     def check(self) -> None:
@@ -110,14 +110,20 @@ class Options:
         return read_destination(self.output, images=images, sheet=self.grid, force=self.force)
 
     def read_metadata(self) -> tuple[ImageMetadata, ...]:
-        """Return the metadata from the `--from` image: one item per image on a contact sheet, none without `--from`."""
+        """Return the metadata stored in the `--from` image, or an empty tuple without `--from`.
+
+        A contact sheet contains the metadata for each of its images.
+        """
         from anyaccel.generation.image_format import read_metadata
 
         return () if self.source is None else read_metadata(self.source)
 
 
 def read_prompts_file(name: str) -> list[str]:
-    """Return the prompts from a file, one per line; `-` reads stdin. Blank lines and # comments are skipped."""
+    """Return the prompts from a file with one prompt per line; `-` reads from stdin.
+
+    Blank lines and lines that start with `#` are skipped. Raise if there are no prompts.
+    """
     try:
         content = sys.stdin.buffer.read() if name == STDOUT else Path(name).expanduser().read_bytes()
         text = content.decode("utf-8-sig")  # some Windows editors write a byte order mark

@@ -31,7 +31,7 @@ __all__ = ["GenerateRun"]
 
 
 class GenerateRun(ProgressListener):
-    """State of one run of `anyaccel generate`.
+    """One run of the `anyaccel generate` command.
 
     torch is imported only after the options are validated, so usage errors appear immediately.
     """
@@ -136,7 +136,7 @@ class GenerateRun(ProgressListener):
         return loaded
 
     def _print_placement(self, loaded: LoadedModel) -> None:
-        """Print the model, the device and the dtype, followed by notes."""
+        """Print the model, the device and the dtype, followed by notes, for example about a slow dtype."""
         plan, dtype = loaded.pipe.plan, loaded.pipe.plan.dtype.value
         virtual = " (virtual device; timings do not apply to hardware)" if plan.virtual else ""
         self.display.print_line(f"{loaded.model.name} on {plan.device} in {dtype}{virtual}")
@@ -181,7 +181,7 @@ class GenerateRun(ProgressListener):
                 _print_result(f"{path}  seed {seed}")
 
     def _write(self, generated: GeneratedImage, index: int) -> Path | None:
-        """Write an image and return its path, or None for stdout."""
+        """Write an image and return its path, or None if it is written to stdout."""
         from anyaccel.generation.image_format import encode_image
 
         metadata = generated.metadata
@@ -211,7 +211,10 @@ class GenerateRun(ProgressListener):
             _print_result(f"{self.sheet_path}  {len(metadata)} images")
 
     def _save(self, destination: Destination, path: Path, content: bytes) -> Path:
-        """Write a file and return its path; if the file already exists, use a free name and record the conflict."""
+        """Write a file and return its path; if the file already exists, write to an unused name.
+
+        The name conflict is recorded and raised as an error at the end of the run.
+        """
         from anyaccel.generation.output_files import write_unique
 
         try:

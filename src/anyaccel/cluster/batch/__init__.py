@@ -1,1 +1,1 @@
-"""`anyaccel batch`: a resumable run on all devices that generates one image per row of a JSONL file."""
+"""`anyaccel batch`: generates one image per row of a JSONL file on all devices, and can be resumed."""

@@ -37,7 +37,7 @@ class WorkerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFacts:
-    """Properties of a batch worker, available once it has loaded its model."""
+    """Properties of a batch worker, available after it has loaded its model."""
 
     pipeline: str
     parameters: tuple[str, ...]
@@ -52,7 +52,7 @@ class WorkerFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class RowImage:
-    """Image generated for a row, encoded as PNG."""
+    """Image generated for a batch row, encoded as PNG."""
 
     row: int
     content: bytes
@@ -63,7 +63,7 @@ class RowImage:
 
 @dataclass(frozen=True, kw_only=True)
 class RowFailed:
-    """Error that occurred while generating the image for a row."""
+    """Error that occurred while generating the image for a batch row."""
 
     row: int
     error: str
@@ -110,7 +110,10 @@ class ImageWorker:
         )
 
     def generate(self, rows: Sequence[BatchRow]) -> list[RowImage | RowFailed]:
-        """Generate images for rows of the same shape in one pipeline call; if it fails, retry them one by one."""
+        """Generate images for rows with the same call arguments in one pipeline call.
+
+        If the call fails, each row is retried in its own call.
+        """
         try:
             return self._generate(rows)
         except Exception as error:  # noqa: BLE001 - any error belongs to the row; the other rows continue
@@ -146,9 +149,9 @@ def _device_name(settings: WorkerSettings) -> str:
 
 
 def _choose_rows_per_call(pipe: Any) -> int:
-    """Return the number of rows per pipeline call, which is 1 on the CPU, where batching is not faster.
+    """Return the number of batch rows per pipeline call: 1 on the CPU, where batching is not faster.
 
-    With one row per call, each image is bit-identical to one generated on its own.
+    With one row per call, each image is bit-identical to an image generated on its own.
     """
     from anyaccel.runtime.placement_state import find_placement
 

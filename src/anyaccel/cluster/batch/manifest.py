@@ -1,7 +1,7 @@
-"""Output folder of a batch: `run.json`, the images, and `manifest.jsonl` with one line per finished row.
+"""Output folder of a batch: `run.json`, the images, and `manifest.jsonl` with a line per finished row.
 
-Each image is written atomically before its manifest line. If the process dies in between, the next run recognizes the
-image by its embedded metadata and adds the missing line.
+Each image is written atomically before its manifest line. If the process dies in between, the next
+run recognizes the image by its embedded metadata and adds the missing line.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OutputFolder:
     """Output folder of a batch, locked for this process until it is closed."""
 
     def __init__(self, path: Path, run: Mapping[str, Any]) -> None:
-        """Open a new or empty folder, or resume a run that has the same `run` values.
+        """Open a new or empty folder, or resume a run that was started with the same `run` values.
 
         `run` contains everything that determines the images, such as the input and the model.
         """
@@ -82,7 +82,7 @@ class OutputFolder:
         self.close()
 
     def image_path(self, row: BatchRow) -> Path:
-        """Return the image path for a row."""
+        """Return the path of the image file for a batch row."""
         return self._images / f"{row.number:06}-{make_stem(row.prompt)}-{row.seed}.png"
 
     def record_once(self, name: str, value: Any) -> Any:
@@ -93,7 +93,7 @@ class OutputFolder:
         return self.run[name]
 
     def find_unfinished(self, rows: Iterable[BatchRow]) -> list[BatchRow]:
-        """Return the rows without an intact image, including those that failed in an earlier run."""
+        """Return the rows that have no valid image yet, including rows that failed in an earlier run."""
         unfinished = []
         for row in rows:
             entry = self.entries.get(row.number)
@@ -110,7 +110,7 @@ class OutputFolder:
         self._add(row, {**self._path_and_digest(path, content), **facts})
 
     def add_failure(self, row: BatchRow, error: str, facts: Mapping[str, Any]) -> None:
-        """Write a manifest line for a failed row."""
+        """Append a line with the error message for a failed row to `manifest.jsonl`."""
         self._add(row, {"error": error, **facts})
 
     def _create(self) -> None:
@@ -157,13 +157,17 @@ class OutputFolder:
         self.run = stored
 
     def _is_unused(self) -> bool:
-        """Return whether no row has finished yet, so that a run with different options may reuse the folder."""
+        """Return whether the folder has no results yet; if so, a run with different options may use it."""
         manifest = self.path / _MANIFEST
         size = manifest.stat().st_size if manifest.exists() else 0
         return not size and not any(self._images.iterdir())
 
     def _read_manifest(self) -> dict[int, dict[str, Any]]:
-        """Remove an incomplete line left by a crash, and return the last manifest line for each row."""
+        """Return the last manifest line for each row, keyed by row number.
+
+        An incomplete last line, left by a crash, is removed from the file. Any other invalid line raises
+        UsageError.
+        """
         path = self.path / _MANIFEST
         if not path.exists():
             return {}
@@ -183,7 +187,7 @@ class OutputFolder:
         return entries
 
     def _is_intact(self, row: BatchRow, entry: Mapping[str, Any]) -> bool:
-        """Return whether the image listed in a manifest line exists and is unchanged."""
+        """Return whether the image listed in a manifest line exists, is unchanged, and has the row's seed."""
         try:
             content = (self.path / entry["path"]).read_bytes()
         except (OSError, KeyError, TypeError, ValueError):
@@ -191,9 +195,9 @@ class OutputFolder:
         return hashlib.sha256(content).hexdigest() == entry.get("sha256") and entry.get("seed") == row.seed
 
     def _recover(self, row: BatchRow) -> bool:
-        """Add the missing manifest line for an existing image, and return whether that was possible.
+        """Add the missing manifest line if the row's image already exists; return whether it was added.
 
-        The image's metadata must match the row and the run.
+        The metadata in the image file must match the row and the run.
         """
         path = self.image_path(row)
         if not path.exists():

@@ -1,4 +1,4 @@
-"""Worker pool of Ray actors, which run the same workers as the local pool on any node with a free device."""
+"""Batch worker pool in which each worker is a Ray actor on any node with a free device."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["RayWorkerPool"]
 
 
 class _Actor:
-    """Ray actor that holds one batch worker.
+    """Ray actor that runs one batch worker.
 
-    The model is loaded by `load`, which returns errors instead of raising them: if a constructor raises an
-    exception, Ray reports only that the actor died.
+    The model is loaded by `load`, which returns errors instead of raising them. The constructor does
+    not load it, because Ray reports only that the actor died if a constructor raises an exception.
     """
 
     def __init__(self, settings: WorkerSettings, counted_by_ray: bool) -> None:
@@ -58,7 +58,10 @@ class _RayWorker:
 
 
 class RayWorkerPool:
-    """Pool of Ray actors in the connected cluster; `options` are the Ray actor options for each worker."""
+    """Worker pool in which each worker is a Ray actor in the connected cluster.
+
+    `options` are the Ray actor options for each worker, such as `num_gpus`.
+    """
 
     def __init__(self, options: Mapping[str, Any], counted_by_ray: bool) -> None:
         import ray
@@ -68,18 +71,21 @@ class RayWorkerPool:
         self._workers: dict[int, _RayWorker] = {}
 
     def start(self, worker: int, settings: WorkerSettings) -> None:
-        """Create an actor; Ray starts it once the cluster has free resources."""
+        """Create an actor and load its model; Ray starts the actor as soon as resources are free."""
         actor: Any = self._actor.remote(settings, self._counted_by_ray)
         self._workers[worker] = _RayWorker(actor, deque([actor.load.remote()]))
 
     def submit(self, worker: int, rows: Sequence[BatchRow]) -> None:
-        """Submit rows to an actor, which processes its calls in order."""
+        """Queue rows on an actor, which processes them in submission order; do nothing if the actor has died."""
         state = self._workers.get(worker)
         if state is not None:
             state.pending.append(state.actor.generate.remote(list(rows)))
 
     def wait(self, seconds: float) -> list[Event]:
-        """Wait until any actor finishes its oldest pending call; return the events."""
+        """Wait until an actor finishes its oldest pending call, and return the resulting events.
+
+        The list is empty if no call finishes within `seconds` seconds.
+        """
         awaited = {state.pending[0]: worker for worker, state in self._workers.items() if state.pending}
         if not awaited:
             return []

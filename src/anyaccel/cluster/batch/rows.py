@@ -1,4 +1,4 @@
-"""Rows of a batch: each line of a JSONL file contains a prompt and optional arguments for the pipeline."""
+"""Batch rows, read from a JSONL file: each line has a prompt and optional pipeline arguments."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ class BatchRow:
 
     @functools.cached_property
     def shape(self) -> str:
-        """Key shared by rows that can be generated in the same pipeline call."""
+        """Pipeline arguments as a JSON string; rows with equal strings can share a pipeline call."""
         return json.dumps(self.call, sort_keys=True)
 
 
 def read_rows(source: str) -> tuple[list[BatchRow], str]:
-    """Read rows from a file, or from stdin if `source` is `-`; return them with the SHA-256 digest of the input.
+    """Read rows from a JSONL file (`-` for stdin); return them with the SHA-256 digest of the input.
 
-    Raises an error that lists the first invalid lines. A row without a seed is assigned one that depends only
-    on its line number and prompt, so a resumed batch generates the same image.
+    Raises UsageError if there are no rows, or with a list of the first invalid lines. A row without a
+    seed gets one that depends only on its line number and prompt, so a resumed batch generates the same
+    image.
     """
     content, name = _read(source), "stdin" if source == "-" else source
     rows, problems = [], []
@@ -69,7 +70,7 @@ def read_rows(source: str) -> tuple[list[BatchRow], str]:
 
 
 def check_parameters(rows: Iterable[BatchRow], parameters: Iterable[str], pipeline: str) -> None:
-    """Raise if a row has an argument that the pipeline does not accept."""
+    """Raise UsageError if a row has an argument that the pipeline does not accept."""
     names = [name for name in parameters if name not in _UNSUPPORTED]
     unknown = [(row.number, name) for row in rows for name in row.call if name not in names]
     if unknown:
@@ -119,12 +120,15 @@ def _read_row(number: int, line: bytes) -> BatchRow:
 
 
 def _reject_constant(text: str) -> Any:
-    """Reject NaN and Infinity, which Python's JSON parser accepts."""
+    """Raise ValueError for NaN and Infinity, which Python's JSON parser accepts by default."""
     raise ValueError(f"{text} is not a valid JSON number")
 
 
 def _check_values(call: Mapping[str, Any]) -> None:
-    """Raise if a value is invalid or cannot be stored in the manifest, such as a string with a lone surrogate."""
+    """Raise ValueError if an argument is invalid or cannot be written to the manifest.
+
+    For example, a string with an unpaired surrogate cannot be encoded as UTF-8.
+    """
     for name, value in call.items():
         # Encoding is the check: it visits nested values too.
         try:

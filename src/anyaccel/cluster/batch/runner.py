@@ -37,7 +37,7 @@ _MAX_FAILED_STARTS = 10
 
 @dataclass(eq=False)
 class _RowTask:
-    """A row to generate, and its number of failed attempts."""
+    """A row of a batch, with counts of its failed attempts and of workers that died while running it."""
 
     row: BatchRow
     errors: int = 0
@@ -70,7 +70,7 @@ class BatchSummary:
 
 
 class BatchRun:
-    """Batch run that generates images for the unfinished rows of an output folder on a worker pool."""
+    """Batch run that generates the missing images in an output folder on a pool of workers."""
 
     def __init__(
         self,
@@ -88,7 +88,10 @@ class BatchRun:
         self.started_at = self.working_since = time.monotonic()
 
     def run(self) -> BatchSummary:
-        """Generate the unfinished rows; if the run is interrupted, the finished rows remain on disk."""
+        """Generate images for all unfinished rows, and return the row counts and the duration.
+
+        Each image is written as soon as it is generated, so an interrupted batch can be resumed.
+        """
         self.listener.on_start(self.finished, len(self.rows))
         try:
             if self.tasks:
@@ -186,7 +189,7 @@ class BatchRun:
         self.listener.on_row(self.finished, len(self.rows), f"{text}{failed}")
 
     def _on_start_failed(self, event: WorkerStartFailed) -> None:
-        """Continue without the failed worker if another one is running; otherwise, raise its error."""
+        """Continue without a worker that failed to start if another one is running; else raise its error."""
         worker = self.workers[event.worker]
         worker.abandoned = True
         if any(other.facts for other in self.workers.values()):
@@ -195,7 +198,11 @@ class BatchRun:
         raise event.error
 
     def _on_died(self, event: WorkerDied) -> None:
-        """Requeue a dead worker's rows and restart the worker."""
+        """Requeue a dead worker's rows and restart the worker.
+
+        A row fails after several workers have died while processing it. A worker that repeatedly dies
+        before its model is loaded is not restarted.
+        """
         worker = self.workers[event.worker]
         if worker.abandoned:
             return
@@ -235,10 +242,10 @@ class BatchRun:
                 self.pool.submit(number, [task.row for task in tasks])
 
     def _take(self, number: int, limit: int) -> list[_RowTask]:
-        """Remove the next rows of the same shape from the queue and return them for a worker.
+        """Remove up to `limit` rows that can share a pipeline call from the queue, and return them.
 
-        A failed row is retried on another worker if there is one. A row that failed, or that was in progress when
-        a worker died, gets its own pipeline call.
+        `number` is the worker that will process them. A failed row is retried on another worker if there is
+        one. A row that failed, or that was being processed when a worker died, gets its own pipeline call.
         """
         is_only_worker = sum(worker.facts is not None for worker in self.workers.values()) < 2
         first = next((task for task in self.tasks if is_only_worker or task.failed_on != number), None)

@@ -1,4 +1,4 @@
-"""Entry point for a batch: checks the input, finds local or Ray workers, and generates the images."""
+"""Batch entry point: reads the input, starts local or Ray workers, and generates the images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["BatchJob", "run_batch"]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
-    """Options for a batch."""
+    """Options for `run_batch`: input file, output folder, worker settings, worker count and Ray address."""
 
     source: str
     """Path of the JSONL file, or `-` for stdin."""
@@ -34,7 +34,7 @@ class BatchJob:
 
 
 def run_batch(job: BatchJob, listener: ProgressListener) -> BatchSummary:
-    """Generate an image for each row that does not have one yet."""
+    """Generate an image for each input row that has no image in the output folder yet."""
     from anyaccel.generation.model_name import resolve_model
     from anyaccel.planning.options import check_speed
 
@@ -74,7 +74,10 @@ def _create_local_pool(job: BatchJob) -> tuple[WorkerPool, Sequence[WorkerSettin
 
 
 def _create_ray_pool(job: BatchJob, address: str) -> tuple[WorkerPool, Sequence[WorkerSettings], DeviceSlots]:
-    """Create a pool of workers on the cluster nodes that have the requested device; Ray assigns the devices."""
+    """Create a pool of Ray workers on the cluster nodes that have the requested device.
+
+    Ray assigns the devices. Raises UsageError if the cluster has fewer devices than requested workers.
+    """
     from anyaccel.backends.device import sheet
     from anyaccel.cluster.batch.ray_worker_pool import RayWorkerPool
     from anyaccel.cluster.ray_cluster import check_slots, count_slots, join, resources_for

@@ -29,7 +29,7 @@ class WorkerStarted:
 
 @dataclass(frozen=True)
 class RowsFinished:
-    """Event sent when a worker has finished the oldest rows in its queue."""
+    """Event sent when a worker has processed the oldest rows in its queue, with an image or error per row."""
 
     worker: int
     outcomes: list[RowImage | RowFailed]
@@ -45,7 +45,7 @@ class WorkerStartFailed:
 
 @dataclass(frozen=True)
 class WorkerDied:
-    """Event sent when a worker has died; the rows in its queue are lost."""
+    """Event sent when a worker has died; the rows in its queue must be submitted again."""
 
     worker: int
     reason: str
@@ -61,7 +61,7 @@ class WorkerPool(Protocol):
         """Start a worker, or restart one that died; its model loads in the background."""
 
     def submit(self, worker: int, rows: Sequence[BatchRow]) -> None:
-        """Add rows of the same shape to a worker's queue."""
+        """Add rows that can share one pipeline call to a worker's queue."""
 
     def wait(self, seconds: float) -> list[Event]:
         """Return the next events, or an empty list if none arrives within `seconds` seconds."""
@@ -77,7 +77,7 @@ class LocalWorkerPool:
         self._workers: dict[int, PipeWorker] = {}
 
     def start(self, worker: int, settings: WorkerSettings) -> None:
-        """Start a worker process."""
+        """Start a worker process, which loads its model in the background."""
         # OpenMP reads this when torch is imported, before the worker can call torch.set_num_threads.
         threads = {} if settings.threads is None else {"OMP_NUM_THREADS": str(settings.threads)}
         process = PipeWorker(run_worker, settings, name=f"anyaccel-batch-{worker}", env=threads)
@@ -85,11 +85,14 @@ class LocalWorkerPool:
         self._workers[worker] = process
 
     def submit(self, worker: int, rows: Sequence[BatchRow]) -> None:
-        """Send rows to a worker process; if the process has died, `wait` reports it."""
+        """Send rows to a worker process; if the process has died, `wait` returns a `WorkerDied` event."""
         self._workers[worker].send(list(rows))
 
     def wait(self, seconds: float) -> list[Event]:
-        """Wait for messages and return one event per process; a `WorkerDied` event follows all earlier messages."""
+        """Wait for messages from the worker processes, and return at most one event per process.
+
+        A `WorkerDied` event is returned only after all messages that the process sent before it died.
+        """
         ready = wait_for_messages(self._workers.values(), seconds)
         return [self._read(worker, process) for worker, process in list(self._workers.items()) if process in ready]
 
@@ -123,7 +126,7 @@ def _format_exit(code: int | None) -> str:
 
 
 def run_worker(pipe: ParentPipe, settings: WorkerSettings) -> None:
-    """Load the model and process the rows received through the pipe; entry point of a worker process."""
+    """Run a worker process: load the model, then generate images for the rows received through the pipe."""
     with quiet_libraries():
         _serve(pipe, settings)
 

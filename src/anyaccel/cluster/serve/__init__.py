@@ -1,1 +1,1 @@
-"""`anyaccel serve --ray`: replicas of the service on a Ray cluster."""
+"""`anyaccel serve --ray`: the image generation service, with replicas on a Ray cluster."""

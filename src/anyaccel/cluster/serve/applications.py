@@ -1,4 +1,4 @@
-"""Ray Serve applications: one per device group, with one replica per device."""
+"""Ray Serve applications: one per device type, with one replica per device."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _ROUTER = "anyaccel.cluster.serve.router:ShapeRouter"
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceGroup:
-    """Devices of the same type in the cluster, and the options for their replicas."""
+    """Devices of the same type in a Ray cluster, and the options for the replicas that run on them."""
 
     device: str
     """Device argument of a replica: `auto`, `hpu`, `virtual:hpu`."""
@@ -65,7 +65,7 @@ class DeviceGroup:
 
 @dataclass(frozen=True)
 class DeploymentState:
-    """State of an application's deployment."""
+    """Deployment state of a Ray Serve application: running replicas, a message, and whether it failed."""
 
     running: int
     """Number of running replicas."""
@@ -83,7 +83,7 @@ def read_replicas(text: str | None) -> int | str | None:
 
 
 def find_device_groups(devices: Sequence[str], replicas: int | str | None, max_batch: int) -> tuple[DeviceGroup, ...]:
-    """Return the requested device groups; raise if the cluster does not have enough devices."""
+    """Return one device group per requested device type; raise if the cluster has too few devices."""
     if list(devices) == ["auto"]:
         spec = read_device(AUTO)
         devices = [str(spec)] if spec.name != AUTO else _list_cluster_devices()
@@ -96,7 +96,7 @@ def find_device_groups(devices: Sequence[str], replicas: int | str | None, max_b
 
 
 def _list_cluster_devices() -> list[str]:
-    """Return the device names for `auto`: all accelerators in the cluster, or the CPU if it has none."""
+    """Return the device names for `--device auto`: all accelerators in the cluster, or else the CPU."""
     resources = import_ray().cluster_resources()
     sheets = [sheet for backend in load_registry().backends.values() for sheet in backend.sheets]
     devices: dict[str, str] = {}
@@ -132,23 +132,26 @@ def _make_group(device: str, replicas: int | str | None, max_batch: int) -> Devi
 
 @dataclass
 class Application:
-    """Ray Serve application for one device group."""
+    """Ray Serve application that runs the replicas for one device type."""
 
     name: str
     group: DeviceGroup
     handle: Any = None
 
     def request_facts(self, timeout_s: float) -> tuple[ModelFacts, ...] | LoadFailed:
-        """Request the model properties from one replica; all replicas of an application serve the same models."""
+        """Return the properties of the served models, or the load error, as reported by one replica.
+
+        All replicas of an application serve the same models.
+        """
         facts: tuple[ModelFacts, ...] | LoadFailed = self.handle.facts.remote().result(timeout_s=timeout_s)
         return facts
 
 
 class Applications:
-    """All Ray Serve applications of one service.
+    """All Ray Serve applications of one `anyaccel serve` process.
 
-    Their names contain a digest of the host name and data folder, so a restarted service can find the
-    applications left behind when the previous process was killed.
+    Their names contain a digest of the host name and data folder, so a new process can find and delete
+    the applications that a killed process left behind.
     """
 
     def __init__(self, settings: ServerSettings, groups: Sequence[DeviceGroup]) -> None:
@@ -159,7 +162,7 @@ class Applications:
         self.all = {name: Application(name, group) for name, group in zip(names, groups, strict=True)}
 
     def deploy(self) -> None:
-        """Deploy the applications without waiting for their replicas."""
+        """Deploy the applications without waiting for their replicas to start."""
         serve = import_serve()
         log_errors_only("ray.serve")
         # Clients talk to our own HTTP server, so Serve needs no proxy.
@@ -204,7 +207,7 @@ class Applications:
         return deployment.bind(replace(self.settings, device=group.device), counted_by_ray)
 
     def read_states(self) -> dict[str, DeploymentState]:
-        """Return the states of the applications, keyed by name."""
+        """Return the deployment state of each application, keyed by application name."""
         statuses = import_serve().status().applications
         return {name: _read_state(statuses.get(name), app.group) for name, app in self.all.items()}
 
@@ -230,7 +233,7 @@ def _read_state(status: Any, group: DeviceGroup) -> DeploymentState:
 
 
 def _make_replica_settings(settings: ServerSettings) -> ServerSettings:
-    """Return the settings for replicas, without API keys and with absolute paths.
+    """Return the settings for replicas, without API keys or an OTLP endpoint and with absolute paths.
 
     The paths must be absolute because replicas run in a different working directory.
     """
@@ -249,7 +252,7 @@ def _make_absolute(served: ServedName) -> ServedName:
 
 
 def import_serve() -> Any:
-    """Import Ray Serve."""
+    """Import and return `ray.serve`; Ray is an optional dependency and must be installed."""
     from ray import serve
 
     return serve

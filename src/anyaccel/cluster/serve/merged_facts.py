@@ -1,4 +1,4 @@
-"""Functions that merge a model's properties across devices and the heartbeats of all replicas."""
+"""Functions that merge the model properties and the heartbeats that replicas report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["add_heartbeats", "merge_facts"]
 def merge_facts(groups: Sequence[Sequence[ModelFacts]], capacity: int) -> tuple[ModelFacts, ...]:
     """Merge the properties that the device groups report for each model.
 
-    The merged properties allow only requests that every device accepts, because any device may run them.
+    The merged properties allow only requests that every device accepts, because a request may run on
+    any of them.
     """
     # All groups serve the same models in the same order.
     return tuple(_merge(list(facts), capacity) for facts in zip(*groups, strict=True))
@@ -49,9 +50,10 @@ def _merge(all_facts: Sequence[ModelFacts], capacity: int) -> ModelFacts:
 
 
 def add_heartbeats(new: Heartbeat, latest: Iterable[Heartbeat]) -> Heartbeat:
-    """Return a heartbeat that combines the latest heartbeats of all replicas.
+    """Return one heartbeat with the total memory use and the loaded models of all replicas.
 
-    The batch counts come only from `new`, because they count the batches since the replica's previous heartbeat.
+    The batch counts come only from `new`: each heartbeat counts the batches since the previous one from
+    the same replica.
     """
     heartbeats = list(latest)
     # Devices without a memory counter report None.

@@ -31,7 +31,7 @@ _FAILURE_VISIBLE_S = 20.0
 
 
 class Replica:
-    """Ray Serve deployment: each request generates one image and returns a stream of messages."""
+    """Ray Serve deployment that generates one image per request and streams progress messages."""
 
     def __init__(self, settings: ServerSettings, counted_by_ray: bool) -> None:
         use_one_malloc_arena()
@@ -61,7 +61,7 @@ class Replica:
         return self.load_error or self.models
 
     async def generate(self, message: RunJob) -> AsyncIterator[list[Any]]:
-        """Run a job that consists of a single image, and yield lists of messages about its progress.
+        """Run a job for a single image, and yield lists of messages about its progress and result.
 
         If the caller disconnects or cancels the request, generation stops at the next step.
         """
@@ -84,7 +84,10 @@ class Replica:
             del self.mailboxes[message.job]
 
     def check_health(self) -> None:
-        """Raise if Ray Serve, which calls this method periodically, should replace this replica."""
+        """Raise if the model failed to load or generation hangs, so that Ray Serve replaces this replica.
+
+        Ray Serve calls this method periodically.
+        """
         limit = self.settings.limits.hang_s
         if self.load_error is not None and time.monotonic() - self.created_at > _FAILURE_VISIBLE_S:
             raise RuntimeError(self.load_error.message)
@@ -107,7 +110,7 @@ class Replica:
 
 
 class _Mailbox:
-    """Mailbox that passes messages about one image from the worker's threads to the coroutine that streams them."""
+    """Queue that passes messages about one image from the worker's threads to an asyncio coroutine."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()

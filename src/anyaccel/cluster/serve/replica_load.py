@@ -1,9 +1,10 @@
-"""Replica load tracking, and replica selection for new images.
+"""Tracking of each replica's load, and selection of a replica for each new image.
 
-Only images of the same shape can share a batch; different shapes on one device take turns. The score
-therefore prefers replicas that are not generating images of other shapes and, among those, the least
-busy one. An idle replica comes first. Once two replicas are generating images of two shapes, a new image
-goes to the replica that is already generating its shape.
+Images can share a batch only if they have the same shape: model, image size and LoRA. Images of
+different shapes on one device are generated in turn. The score therefore prefers replicas that are
+not generating images of other shapes and, among those, the least busy one. An idle replica is
+preferred to all others. If no replica is idle, a new image goes to a replica that is generating
+only images of the same shape.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LOST_S = 30.0
 
 
 def find_shape(spec: Mapping[str, Any]) -> Shape:
-    """Return the values that all images in a batch must share."""
+    """Return the model, image size and LoRA of a request, which all images in a batch must share."""
     return tuple(spec.get(name) for name in ("model", "width", "height", "lora", "lora_scale"))
 
 
@@ -52,7 +53,7 @@ class ReplicaLoad:
             self._routers[app] = router
 
     def list_replicas(self, app: str) -> list[str]:
-        """Return the IDs of an application's available replicas."""
+        """Return the IDs of an application's running replicas, except those marked as lost."""
         router = self._routers.get(app)
         replicas = [] if router is None else [replica.unique_id for replica in list(router.curr_replicas)]
         return [replica for replica in replicas if not self.is_lost(replica)]
@@ -63,13 +64,13 @@ class ReplicaLoad:
             self._assignments[task] = _Assignment(app, replica, shape)
 
     def release(self, task: str) -> str | None:
-        """Record that an image is no longer being generated; return the ID of the replica it was assigned to."""
+        """Remove the record of an image; return the ID of the replica it was assigned to, or None."""
         with self._lock:
             assignment = self._assignments.pop(task, None)
         return None if assignment is None else assignment.replica
 
     def find_replica(self, task: str) -> str | None:
-        """Return the ID of the replica that is generating an image."""
+        """Return the ID of the replica that is generating an image, or None if there is none."""
         with self._lock:
             assignment = self._assignments.get(task)
         return None if assignment is None else assignment.replica
@@ -84,8 +85,8 @@ class ReplicaLoad:
     def is_lost(self, replica: str) -> bool:
         """Return whether a replica is excluded because it was recently marked as lost.
 
-        The exclusion is temporary: if Ray Serve still lists the replica afterwards, the replica was only
-        unreachable and is used again.
+        The exclusion expires. If Ray Serve still lists the replica by then, it was only unreachable and is
+        used again.
         """
         with self._lock:
             return time.monotonic() - self._lost.get(replica, -_LOST_S) < _LOST_S
@@ -93,8 +94,8 @@ class ReplicaLoad:
     def score(self, replica: str, shape: Shape, limit: int) -> tuple[bool, int, float]:
         """Return a key for sorting replicas by their suitability for an image; lower is better.
 
-        The key contains, in this order, whether the replica is full, the number of images of other shapes, and
-        its utilization.
+        The key consists of whether the replica is full, how many images with a different model, size or
+        LoRA it is generating, and its utilization.
         """
         with self._lock:
             shapes = [item.shape for item in self._assignments.values() if item.replica == replica]

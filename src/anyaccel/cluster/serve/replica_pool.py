@@ -1,6 +1,7 @@
-"""Pool of replicas that replaces the service's worker process; each image is one request to Ray Serve.
+"""Pool of Ray Serve replicas, used instead of the service's local worker process.
 
-If a replica dies, its images are generated again on another replica, and their jobs continue.
+Each image is one request to Ray Serve. If a replica dies, its images are generated again on another
+replica, and their jobs continue.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _MAX_DEATHS = 5
 
 @dataclass
 class _ImageTask:
-    """One image of a job."""
+    """One image of a job, sent to a replica as a separate request."""
 
     job: _PoolJob
     index: int
@@ -59,7 +60,7 @@ class _ImageTask:
 
 @dataclass
 class _PoolJob:
-    """A job and its images."""
+    """A job from the service, split into one task per image."""
 
     name: str
     tasks: list[_ImageTask] = field(default_factory=list)
@@ -69,7 +70,7 @@ class _PoolJob:
 
 
 class ReplicaPool:
-    """`WorkerTransport` that runs jobs on the replicas in the connected cluster."""
+    """`WorkerTransport` implementation that runs jobs on replicas in the connected Ray cluster."""
 
     self_healing = True
 
@@ -87,11 +88,11 @@ class ReplicaPool:
         self._status = ""
 
     def start(self) -> None:
-        """Deploy the replicas and monitor them in a background thread."""
+        """Start a background thread that deploys the replicas and monitors them."""
         threading.Thread(target=self._monitor, name="replicas", daemon=True).start()
 
     def send(self, message: RunJob | CancelJob) -> None:
-        """Start or cancel a job."""
+        """Start the job in a `RunJob` message, or cancel the job named in a `CancelJob` message."""
         if isinstance(message, CancelJob):
             with self._lock:
                 job = self._jobs.get(message.job)
@@ -111,7 +112,10 @@ class ReplicaPool:
             threading.Thread(target=self._run, args=(task,), name="task", daemon=True).start()
 
     def receive(self, timeout_s: float) -> Any:
-        """Return the next message from any replica, or None if none arrives within `timeout_s` seconds."""
+        """Return the next message from any replica, or None if none arrives within `timeout_s` seconds.
+
+        Raises EOFError after the pool has ended or the connection to the cluster is lost.
+        """
         try:
             message = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
@@ -121,9 +125,9 @@ class ReplicaPool:
         return message
 
     def has_capacity(self, busy: int, images: int) -> bool:
-        """Return whether the replicas have capacity for `images` more images.
+        """Return whether the replicas can accept `images` more images while `busy` images are in progress.
 
-        Jobs that do not fit wait in the service's queue, which shares the capacity fairly.
+        A job that is larger than the total capacity is accepted only if no images are in progress.
         """
         capacity = self._count_capacity()
         return capacity > 0 and (busy == 0 or busy + images <= capacity)
@@ -145,7 +149,7 @@ class ReplicaPool:
         self._inbox.put(EOFError)
 
     def describe_end(self) -> str:
-        """Return a description of how the pool ended, for the log."""
+        """Return text for the log about how the pool ended, with the last known cluster status."""
         return f"with its cluster: {self._status}" if self._status else "with its cluster"
 
     # One image
@@ -174,7 +178,10 @@ class ReplicaPool:
             self._stop(job)
 
     def _generate(self, task: _ImageTask) -> JobFailed | None:
-        """Send an image to one replica after another until it is generated; return None on success or cancellation."""
+        """Generate an image, trying another replica whenever one dies.
+
+        Returns None if the image was generated or its job was canceled, and an error otherwise.
+        """
         while not task.job.stopped:
             app = REPLICA_LOAD.choose_app(self._apps, task.shape)
             if app is None:
@@ -292,7 +299,10 @@ class ReplicaPool:
         return ModelsReady(merge_facts([self._facts[app] for app in self._apps], capacity))
 
     def _load_facts(self) -> bool:
-        """Request the model properties from each application that has a replica; return whether all were received."""
+        """Request the model properties from each application that has a running replica.
+
+        Returns whether the properties have been received from all applications.
+        """
         states = self._applications.read_states()
         for name, app in self._applications.all.items():
             state = states[name]
@@ -325,7 +335,7 @@ def _make_load_failed(app: Application, state: DeploymentState) -> LoadFailed:
 
 @dataclass(frozen=True)
 class _ReplicaLost:
-    """Result for an image that its replica did not finish."""
+    """Result for an image that was not finished because its replica was lost."""
 
     reason: str
 

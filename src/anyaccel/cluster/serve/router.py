@@ -1,4 +1,4 @@
-"""Ray Serve router that chooses a replica by its load and the shape of the image."""
+"""Ray Serve request router that chooses a replica by its load and the images it is generating."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ __all__ = ["ShapeRouter"]
 
 
 class ShapeRouter(RequestRouter):
-    """Ray Serve request router, which runs in the process that holds the deployment handle.
+    """Ray Serve request router that ranks replicas by `ReplicaLoad.score`.
 
-    It only ranks the replicas; Ray Serve still asks the chosen replica whether it accepts the request.
+    It runs in the process that holds the deployment handle. Ray Serve still asks the chosen replica
+    whether it accepts the request.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
@@ -28,7 +29,7 @@ class ShapeRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the candidate replicas ordered by score, best first."""
+        """Return the candidate replicas, best first, without those marked as lost."""
         running = [
             replica
             for replica in candidate_replicas
@@ -45,7 +46,7 @@ class ShapeRouter(RequestRouter):
         return [[replica] for replica in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Record which replica accepted the request, because it may not be the first choice."""
+        """Record which replica accepted the request; it may not be the highest-ranked one."""
         message = _find_run_job(pending_request)
         if message is not None:
             shape = replica_load.find_shape(message.spec)

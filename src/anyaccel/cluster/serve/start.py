@@ -1,4 +1,4 @@
-"""Entry point for the service on a Ray cluster."""
+"""Entry point for `anyaccel serve --ray`, which runs the service on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def serve_on_ray(
 
 @contextmanager
 def _stopping_serve() -> Iterator[None]:
-    """Shut down Ray Serve after the `with` block, unless it was already running or is used by another app."""
+    """Shut down Ray Serve after the `with` block if it was not running before and no application uses it."""
     serve = import_serve()
     # `serve.status()` does not raise if Serve is not running, so look for its controller.
     try:

@@ -1,7 +1,8 @@
-"""Config files for well-known models, one folder per Hub ID, so that the models can be explained offline.
+"""Config files for well-known models, one folder per Hub ID, so that `explain` works offline.
 
-The folders contain configs but no weights. The files were written by hand and compared with the published ones.
-`weights.json` contains the sizes of the weight files on the Hub and the corresponding revision.
+The folders contain configs but no weights. The files were written by hand and compared with the
+published ones. `weights.json` contains the sizes of the weight files on the Hub and the
+corresponding revision.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Recipes by pipeline family; each module lists its recipes in `RECIPES`."""
+"""Recipes grouped by pipeline family; each module defines its recipes in `RECIPES`."""

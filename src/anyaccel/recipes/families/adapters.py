@@ -1,4 +1,4 @@
-"""Adapters for Stable Diffusion: T2I-Adapter, IP-Adapter and ControlNet-XS."""
+"""Recipes for tiny Stable Diffusion pipelines with T2I-Adapter, IP-Adapter or ControlNet-XS."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ recipe = functools.partial(make_recipe, family="adapter")
 
 
 def t2i_adapter() -> Any:
-    """Return a T2I-Adapter with one feature map per UNet level."""
+    """Return a tiny T2I-Adapter with one feature map per UNet level."""
     return diffusers.T2IAdapter(channels=[8, 16], num_res_blocks=1, downscale_factor=2)
 
 
 def parts_with_controlnet_xs(base: Any, **more: Any) -> dict[str, Any]:
-    """Return the components of Stable Diffusion plus a ControlNet-XS that is half as wide as the UNet."""
+    """Return the components of a tiny pipeline with a ControlNet-XS that is half as wide as the UNet.
+
+    `base` is the recipe module for Stable Diffusion or SDXL.
+    """
     parts: dict[str, Any] = base.parts(unet=base.denoiser(layers_per_block=2, **ATTENTION_FIRST, **more))
     parts["controlnet"] = diffusers.ControlNetXSAdapter.from_unet(
         parts["unet"], size_ratio=0.5, conditioning_embedding_out_channels=(8, 16)
@@ -39,12 +42,15 @@ def parts_with_controlnet_xs(base: Any, **more: Any) -> dict[str, Any]:
 
 
 def parts_for_ip_adapter() -> dict[str, Any]:
-    """Return the components of Stable Diffusion plus an image encoder."""
+    """Return the components of a tiny Stable Diffusion pipeline with an image encoder for IP-Adapter."""
     return stable_diffusion.parts(image_encoder=clip_vision(), feature_extractor=clip_image_processor())
 
 
 def add_ip_adapter(pipe: Any) -> None:
-    """Load an IP-Adapter with four image tokens from a state dict; its weights are randomized later."""
+    """Load an IP-Adapter with four image tokens into the pipeline.
+
+    Its weights are zero at first and are randomized later, with those of the other models.
+    """
     widths = {
         name: processor_width(pipe.unet, name) for name in pipe.unet.attn_processors if name.endswith("attn2.processor")
     }
@@ -68,7 +74,7 @@ def add_ip_adapter(pipe: Any) -> None:
 
 
 def processor_width(denoiser: Any, name: str) -> int:
-    """Return the width of the attention layer that a processor belongs to."""
+    """Return the width of the attention layer that uses the named attention processor."""
     return int(denoiser.get_submodule(name.removesuffix(".processor")).to_q.out_features)
 
 

@@ -1,4 +1,4 @@
-"""aMUSEd: a transformer that fills in masked tokens of an image."""
+"""Recipes for tiny aMUSEd pipelines, which predict masked image tokens with a transformer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ recipe = functools.partial(make_recipe, family="amused")
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of aMUSEd, with a codebook of 16 entries and a mask token."""
+    """Return the components of a tiny aMUSEd pipeline, with 16 codebook entries and a mask token."""
     return {
         "transformer": diffusers.UVit2DModel(
             hidden_size=16,

@@ -1,4 +1,4 @@
-"""AnimateDiff: Stable Diffusion with temporal attention layers."""
+"""Recipes for tiny AnimateDiff pipelines: Stable Diffusion with temporal attention layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ recipe = functools.partial(make_recipe, family="animate-diff")
 
 
 def motion_adapter() -> Any:
-    """Return a motion adapter, which contains the temporal layers."""
+    """Return a tiny motion adapter, which contains the temporal layers for AnimateDiff."""
     return diffusers.MotionAdapter(
         block_out_channels=(8, 16),
         motion_layers_per_block=1,
@@ -31,12 +31,15 @@ def motion_adapter() -> Any:
 
 
 def without(parts: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Return the components except the named ones, which these pipelines do not accept."""
+    """Return a copy of `parts` without the named components, which AnimateDiff does not accept."""
     return {name: part for name, part in parts.items() if name not in names}
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """Return the components of Stable Diffusion, with a linear beta schedule, plus a motion adapter."""
+    """Return the components of a tiny AnimateDiff pipeline: Stable Diffusion and a motion adapter.
+
+    The scheduler uses a linear beta schedule.
+    """
     base = stable_diffusion.parts(
         scheduler=diffusers.DDIMScheduler(beta_schedule="linear", clip_sample=False, steps_offset=1),
         motion_adapter=motion_adapter(),
@@ -46,14 +49,14 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_xl() -> dict[str, Any]:
-    """Return the components of SDXL plus a motion adapter."""
+    """Return the components of a tiny AnimateDiff pipeline based on SDXL."""
     scheduler = diffusers.DDIMScheduler(beta_schedule="linear", clip_sample=False, steps_offset=1)
     base = stable_diffusion_xl.parts(scheduler=scheduler, motion_adapter=motion_adapter())
     return without(base, "add_watermarker")
 
 
 def sparse_controlnet() -> Any:
-    """Return a ControlNet that receives condition images for only some frames."""
+    """Return a tiny SparseControlNet, which receives condition images for only some frames."""
     return diffusers.SparseControlNetModel(
         conditioning_channels=4,
         down_block_types=("DownBlockMotion", "CrossAttnDownBlockMotion"),
@@ -69,7 +72,7 @@ def sparse_controlnet() -> Any:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments for two frames."""
+    """Return call arguments for a two-frame video."""
     return prompted(height=SIZE, width=SIZE, num_frames=FRAMES) | more
 
 

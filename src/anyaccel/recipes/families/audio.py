@@ -1,4 +1,4 @@
-"""Audio models: Stable Audio and LongCat-AudioDiT."""
+"""Recipes for tiny audio pipelines: Stable Audio and LongCat-AudioDiT."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ recipe = functools.partial(make_recipe, family="audio")
 
 
 def stable_audio() -> dict[str, Any]:
-    """Return the components of Stable Audio Open, with a sampling rate of 8 Hz."""
+    """Return the components of a tiny Stable Audio Open pipeline, with a sampling rate of 8 Hz."""
     home = importlib.import_module("diffusers.pipelines.stable_audio.modeling_stable_audio")
     return {
         "vae": diffusers.AutoencoderOobleck(
@@ -53,7 +53,7 @@ def stable_audio() -> dict[str, Any]:
 
 
 def longcat_audio() -> dict[str, Any]:
-    """Return the components of LongCat-AudioDiT."""
+    """Return the components of a tiny LongCat-AudioDiT pipeline."""
     return {
         "vae": diffusers.LongCatAudioDiTVae(
             channels=8,

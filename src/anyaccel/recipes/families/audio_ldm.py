@@ -1,4 +1,4 @@
-"""Latent diffusion for audio: AudioLDM and AudioLDM 2."""
+"""Recipes for tiny AudioLDM and AudioLDM 2 pipelines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ recipe = functools.partial(make_recipe, family="audio")
 
 
 def clap_text_config() -> Any:
-    """Return the configuration for a CLAP text encoder with two layers of width 32."""
+    """Return the configuration for a tiny CLAP text encoder with two layers of width 32."""
     return transformers.ClapTextConfig(
         vocab_size=len(ROBERTA_VOCABULARY),
         hidden_size=TEXT_WIDTH,
@@ -37,7 +37,7 @@ def clap_text_config() -> Any:
 
 
 def clap() -> Any:
-    """Return a CLAP model, which embeds audio and text."""
+    """Return a tiny CLAP model, which embeds audio and text."""
     sound = transformers.ClapAudioConfig(
         spec_size=16,
         window_size=4,
@@ -59,7 +59,7 @@ def clap() -> Any:
 
 
 def vocoder() -> Any:
-    """Return a vocoder, which converts a spectrogram to audio."""
+    """Return a tiny HiFi-GAN vocoder, which converts a spectrogram to audio."""
     return transformers.SpeechT5HifiGan(
         transformers.SpeechT5HifiGanConfig(
             model_in_dim=MEL_BINS,
@@ -75,7 +75,7 @@ def vocoder() -> Any:
 
 
 def denoiser() -> Any:
-    """Return the AudioLDM UNet, which receives the text only as a class embedding."""
+    """Return a tiny AudioLDM UNet, which receives the text only as a class embedding."""
     return diffusers.UNet2DConditionModel(
         block_out_channels=(8, 16),
         layers_per_block=1,
@@ -93,14 +93,14 @@ def denoiser() -> Any:
 
 
 def scheduler() -> Any:
-    """Return the scheduler used by both AudioLDM and AudioLDM 2."""
+    """Return the DDIM scheduler for AudioLDM and AudioLDM 2."""
     return diffusers.DDIMScheduler(
         beta_start=0.0015, beta_end=0.0195, beta_schedule="scaled_linear", clip_sample=False, steps_offset=1
     )
 
 
 def audio_ldm() -> dict[str, Any]:
-    """Return the components of AudioLDM."""
+    """Return the components of a tiny AudioLDM pipeline."""
     return {
         "vae": autoencoder_kl(in_channels=1, out_channels=1),
         "text_encoder": transformers.ClapTextModelWithProjection(clap_text_config()),
@@ -112,7 +112,10 @@ def audio_ldm() -> dict[str, Any]:
 
 
 def audio_ldm_2() -> dict[str, Any]:
-    """Return the components of AudioLDM 2, where GPT-2 maps CLAP and T5 embeddings to the UNet context."""
+    """Return the components of a tiny AudioLDM 2 pipeline.
+
+    A GPT-2 model maps CLAP and T5 embeddings to the context for the UNet's cross-attention.
+    """
     home = importlib.import_module("diffusers.pipelines.audioldm2.modeling_audioldm2")
     language = transformers.GPT2Config(
         n_embd=16,

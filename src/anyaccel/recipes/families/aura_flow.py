@@ -1,4 +1,4 @@
-"""AuraFlow."""
+"""Recipe for a tiny AuraFlow pipeline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = 16
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of AuraFlow."""
+    """Return the components of a tiny AuraFlow pipeline."""
     return {
         "tokenizer": t5_tokenizer(),
         "text_encoder": umt5_encoder(),

@@ -1,4 +1,4 @@
-"""Bria and Bria FIBO."""
+"""Recipes for tiny Bria and Bria FIBO pipelines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ recipe = functools.partial(make_recipe, family="bria")
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of Bria: FLUX with only a T5 text encoder."""
+    """Return the components of a tiny Bria pipeline, a FLUX variant with T5 as its only text encoder."""
     return {
         "transformer": diffusers.BriaTransformer2DModel(
             in_channels=16,
@@ -42,7 +42,10 @@ def parts() -> dict[str, Any]:
 
 
 def parts_of_fibo() -> dict[str, Any]:
-    """Return the components of FIBO, where each transformer block receives a different language model layer."""
+    """Return the components of a tiny Bria FIBO pipeline.
+
+    Each transformer block receives the hidden states of a different language model layer.
+    """
     return {
         "transformer": diffusers.BriaFiboTransformer2DModel(
             in_channels=CHANNELS,

@@ -1,4 +1,4 @@
-"""Chroma: text-to-image, image-to-image and inpainting."""
+"""Recipes for tiny Chroma pipelines: text-to-image, image-to-image and inpainting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ recipe = functools.partial(make_recipe, family="chroma")
 
 
 def transformer() -> Any:
-    """Return the Chroma transformer."""
+    """Return a tiny Chroma transformer."""
     model = diffusers.ChromaTransformer2DModel(
         in_channels=16,
         num_layers=1,
@@ -39,7 +39,11 @@ def transformer() -> Any:
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of Chroma: FLUX with only a T5 text encoder and modulations from a small network."""
+    """Return the components of a tiny Chroma pipeline.
+
+    Chroma is a FLUX variant with T5 as its only text encoder. A small network computes the modulation
+    parameters.
+    """
     return {
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
         "vae": autoencoder_kl(
@@ -52,7 +56,7 @@ def parts() -> dict[str, Any]:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments with a short prompt."""
+    """Return call arguments for a 16x16 image, with a negative prompt and at most 32 prompt tokens."""
     return prompted(negative_prompt="blue", height=SIZE, width=SIZE, max_sequence_length=32) | more
 
 

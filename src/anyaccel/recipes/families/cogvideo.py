@@ -1,4 +1,7 @@
-"""CogVideoX: text-to-video, image-to-video, video-to-video and control video."""
+"""Recipes for tiny CogVideoX pipelines.
+
+They cover text-to-video, image-to-video, video-to-video and control videos.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ recipe = functools.partial(make_recipe, family="cogvideo")
 
 
 def autoencoder_cogvideo() -> Any:
-    """Return the CogVideoX autoencoder; the pipelines assume 8x spatial and 4x temporal compression."""
+    """Return a tiny CogVideoX autoencoder with 8x spatial and 4x temporal compression.
+
+    The pipelines require these compression factors.
+    """
     return diffusers.AutoencoderKLCogVideoX(
         down_block_types=("CogVideoXDownBlock3D",) * 4,
         up_block_types=("CogVideoXUpBlock3D",) * 4,
@@ -35,7 +41,7 @@ def autoencoder_cogvideo() -> Any:
 
 
 def transformer(*, in_channels: int = CHANNELS, rotary: bool = False) -> Any:
-    """Return the transformer; `rotary` enables the rotary embeddings that the large model uses."""
+    """Return a tiny CogVideoX transformer; `rotary` enables rotary embeddings, as in the larger model."""
     return diffusers.CogVideoXTransformer3DModel(
         num_attention_heads=2,
         attention_head_dim=16,
@@ -53,7 +59,7 @@ def transformer(*, in_channels: int = CHANNELS, rotary: bool = False) -> Any:
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """Return the components of CogVideoX."""
+    """Return the components of a tiny CogVideoX pipeline."""
     return {
         "tokenizer": t5_tokenizer(),
         "text_encoder": t5_encoder(),
@@ -66,7 +72,7 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_with_control() -> dict[str, Any]:
-    """Return the components of the CogVideoX control model, which uses DDIM."""
+    """Return the components of a tiny CogVideoX Fun Control pipeline, with a DDIM scheduler."""
     return parts(
         transformer=transformer(in_channels=2 * CHANNELS, rotary=True),
         scheduler=diffusers.CogVideoXDDIMScheduler(prediction_type="v_prediction", timestep_spacing="trailing"),
@@ -74,7 +80,7 @@ def parts_with_control() -> dict[str, Any]:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments for nine frames."""
+    """Return call arguments for a nine-frame video."""
     return prompted(height=SIZE, width=SIZE, num_frames=FRAMES, max_sequence_length=LETTERS) | more
 
 

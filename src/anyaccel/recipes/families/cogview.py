@@ -1,4 +1,4 @@
-"""CogView3-Plus and CogView4."""
+"""Recipes for tiny CogView3-Plus and CogView4 pipelines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ recipe = functools.partial(make_recipe, family="cogview")
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """Return the arguments shared by the CogView3-Plus and CogView4 transformers."""
+    """Return the constructor arguments shared by the CogView3-Plus and CogView4 transformers."""
     return {
         "in_channels": 4,
         "out_channels": 4,
@@ -37,7 +37,7 @@ def transformer_shape(**more: Any) -> dict[str, Any]:
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of CogView3-Plus."""
+    """Return the components of a tiny CogView3-Plus pipeline."""
     return {
         "tokenizer": t5_tokenizer(),
         "text_encoder": t5_encoder(),
@@ -50,7 +50,10 @@ def parts() -> dict[str, Any]:
 
 
 def parts_of_version_4(*, in_channels: int = 4) -> dict[str, Any]:
-    """Return the components of CogView4; with a control image, the transformer has twice as many input channels."""
+    """Return the components of a tiny CogView4 pipeline.
+
+    The pipeline with a control image needs twice as many input channels in the transformer.
+    """
     shape = transformer_shape(in_channels=in_channels, rope_axes_dim=(8, 8))
     return {
         "tokenizer": glm_tokenizer(),

@@ -1,4 +1,4 @@
-"""ControlNet for Stable Diffusion and SDXL."""
+"""Recipes for tiny ControlNet pipelines based on Stable Diffusion and SDXL."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ recipe = functools.partial(make_recipe, family="controlnet")
 
 
 def controlnet() -> Any:
-    """Return a ControlNet with the architecture of the UNet, but not its weights."""
+    """Return a ControlNet with the architecture, but not the weights, of the tiny Stable Diffusion UNet."""
     return diffusers.ControlNetModel.from_unet(
         stable_diffusion.denoiser(), conditioning_embedding_out_channels=(8, 16), load_weights_from_unet=False
     )
 
 
 def controlnet_xl() -> Any:
-    """Return a ControlNet with the architecture of the SDXL UNet."""
+    """Return a ControlNet with the architecture, but not the weights, of the tiny SDXL UNet."""
     return diffusers.ControlNetModel.from_unet(
         stable_diffusion_xl.denoiser(), conditioning_embedding_out_channels=(8, 16), load_weights_from_unet=False
     )
 
 
 def controlnet_union() -> Any:
-    """Return a ControlNet that supports several types of condition image."""
+    """Return a tiny ControlNet-Union model, which supports several types of condition image."""
     shape = stable_diffusion_xl.denoiser().config
     names = (
         "block_out_channels",
@@ -58,27 +58,30 @@ def controlnet_union() -> Any:
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of Stable Diffusion plus a ControlNet."""
+    """Return the components of a tiny Stable Diffusion pipeline with a ControlNet."""
     return stable_diffusion.parts(controlnet=controlnet())
 
 
 def parts_xl() -> dict[str, Any]:
-    """Return the components of SDXL plus a ControlNet."""
+    """Return the components of a tiny SDXL pipeline with a ControlNet."""
     return stable_diffusion_xl.parts(controlnet=controlnet_xl())
 
 
 def parts_union() -> dict[str, Any]:
-    """Return the components of SDXL plus a ControlNet-Union model."""
+    """Return the components of a tiny SDXL pipeline with a ControlNet-Union model."""
     return stable_diffusion_xl.parts(controlnet=controlnet_union())
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments for generation from noise."""
+    """Return call arguments for generating a 16x16 image from pure noise."""
     return prompted(height=SIZE, width=SIZE) | more
 
 
 def call_halfway(**more: Any) -> dict[str, Any]:
-    """Return call arguments for image-to-image with a condition image, which runs the last two of four steps."""
+    """Return call arguments for image-to-image with a condition image at strength 0.5.
+
+    The pipeline runs the last two of four steps.
+    """
     return prompted(
         image=make_image(SIZE), control_image=make_image(SIZE, seed=2), strength=0.5, num_inference_steps=4, **more
     )

@@ -1,4 +1,7 @@
-"""DeepFloyd IF: the text-to-image stage, which works in pixel space, and the super-resolution stage."""
+"""Recipes for tiny DeepFloyd IF pipelines.
+
+The first stage generates an image in pixel space, and the second stage increases its resolution.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ recipe = functools.partial(make_recipe, family="deep-floyd")
 
 
 def denoiser(**more: Any) -> Any:
-    """Return the DeepFloyd IF UNet, which predicts the noise and its variance."""
+    """Return a tiny DeepFloyd IF UNet, which predicts the noise and its variance."""
     return diffusers.UNet2DConditionModel(
         **{
             "sample_size": SIZE,
@@ -45,7 +48,7 @@ def denoiser(**more: Any) -> Any:
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """Return the components of the first stage, without the safety checker and the watermarker."""
+    """Return the components of a tiny first-stage pipeline, without safety checker or watermarker."""
     return {
         "tokenizer": t5_tokenizer(),
         "text_encoder": t5_encoder(),
@@ -61,7 +64,10 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_second_stage() -> dict[str, Any]:
-    """Return the components of the second stage; its UNet also receives the low-resolution image and a noise level."""
+    """Return the components of a tiny second-stage pipeline, which performs super-resolution.
+
+    The UNet also receives the low-resolution image and its noise level.
+    """
     return parts(
         unet=denoiser(in_channels=6, class_embed_type="timestep"),
         image_noising_scheduler=diffusers.DDPMScheduler(beta_schedule="squaredcos_cap_v2"),

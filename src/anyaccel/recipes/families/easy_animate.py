@@ -1,4 +1,4 @@
-"""EasyAnimate: text-to-video and inpainting."""
+"""Recipes for tiny EasyAnimate pipelines: text-to-video and inpainting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ recipe = functools.partial(make_recipe, family="easy-animate")
 
 
 def parts(*, in_channels: int = 4) -> dict[str, Any]:
-    """Return the components of EasyAnimate 5.1; inpainting adds input channels for a mask and a masked video."""
+    """Return the components of a tiny EasyAnimate 5.1 pipeline.
+
+    Inpainting requires additional input channels for a mask and a masked video.
+    """
     return {
         "vae": diffusers.AutoencoderKLMagvit(
             latent_channels=4,
@@ -63,7 +66,7 @@ def parts(*, in_channels: int = 4) -> dict[str, Any]:
 
 
 def call() -> dict[str, Any]:
-    """Return call arguments for five frames."""
+    """Return call arguments for a five-frame video."""
     return prompted(negative_prompt="blue", height=SIZE, width=SIZE, num_frames=5)
 
 

@@ -1,4 +1,4 @@
-"""ERNIE-Image."""
+"""Recipe for a tiny ERNIE-Image pipeline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE = 16
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of ERNIE-Image, without the prompt enhancer."""
+    """Return the components of a tiny ERNIE-Image pipeline, without the prompt enhancer."""
     return {
         "transformer": diffusers.ErnieImageTransformer2DModel(
             hidden_size=32,

@@ -1,4 +1,7 @@
-"""FLUX.1: text-to-image, image-to-image, inpainting, Fill, Control, ControlNet and Kontext."""
+"""Recipes for tiny FLUX.1 pipelines.
+
+They cover text-to-image, image-to-image, inpainting, Fill, Control, ControlNet, Kontext and Redux.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ recipe = functools.partial(make_recipe, family="flux")
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """Return the arguments shared by the transformer and its ControlNet."""
+    """Return the constructor arguments shared by the transformer and its ControlNet."""
     return {
         "patch_size": 1,
         "in_channels": PATCH,
@@ -45,7 +48,7 @@ def flow_scheduler() -> Any:
 
 
 def parts(*, in_channels: int = PATCH) -> dict[str, Any]:
-    """Return the components of FLUX.1; the Control and Fill variants have more input channels."""
+    """Return the components of a tiny FLUX.1 pipeline; Control and Fill need more input channels."""
     return {
         "scheduler": flow_scheduler(),
         "vae": autoencoder_kl(
@@ -62,12 +65,12 @@ def parts(*, in_channels: int = PATCH) -> dict[str, Any]:
 
 
 def parts_with_controlnet() -> dict[str, Any]:
-    """Return the components of FLUX.1 plus a ControlNet."""
+    """Return the components of a tiny FLUX.1 pipeline with a ControlNet."""
     return parts() | {"controlnet": diffusers.FluxControlNetModel(**transformer_shape())}
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments with a short prompt."""
+    """Return call arguments for a 16x16 image, with at most 32 prompt tokens."""
     return prompted(height=SIZE, width=SIZE, max_sequence_length=32) | more
 
 
@@ -77,7 +80,7 @@ def call_halfway(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_redux() -> dict[str, Any]:
-    """Return the components of FLUX.1 Redux, which uses an image embedding as the prompt embedding."""
+    """Return the components of a tiny FLUX.1 Redux pipeline, which converts an image to prompt embeddings."""
     encoder = importlib.import_module("diffusers.pipelines.flux.modeling_flux").ReduxImageEncoder(
         redux_dim=IMAGE_WIDTH, txt_in_features=TEXT_WIDTH
     )

@@ -1,4 +1,4 @@
-"""FLUX.2 and FLUX.2 Klein."""
+"""Recipes for tiny FLUX.2 and FLUX.2 Klein pipelines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ recipe = functools.partial(make_recipe, family="flux-2")
 
 
 def autoencoder_flux_2() -> Any:
-    """Return the FLUX.2 autoencoder, which normalizes latents with a batch norm."""
+    """Return a tiny FLUX.2 autoencoder, which normalizes latents with a batch norm."""
     return diffusers.AutoencoderKLFlux2(
         block_out_channels=(8, 16),
         down_block_types=("DownEncoderBlock2D",) * 2,
@@ -36,7 +36,7 @@ def autoencoder_flux_2() -> Any:
 
 
 def parts(*, text_encoder: Any, guidance_embeds: bool, **more: Any) -> dict[str, Any]:
-    """Return the components shared by FLUX.2 and FLUX.2 Klein."""
+    """Return the components of a tiny FLUX.2 or FLUX.2 Klein pipeline with the given text encoder."""
     return {
         "scheduler": flow_scheduler(),
         "vae": autoencoder_flux_2(),
@@ -57,12 +57,15 @@ def parts(*, text_encoder: Any, guidance_embeds: bool, **more: Any) -> dict[str,
 
 
 def parts_of_klein(**more: Any) -> dict[str, Any]:
-    """Return the components of FLUX.2 Klein, with Qwen3 as the text encoder and classifier-free guidance."""
+    """Return the components of a tiny FLUX.2 Klein pipeline, with Qwen3 as the text encoder.
+
+    The transformer has no guidance embedding.
+    """
     return parts(text_encoder=qwen_3(), guidance_embeds=False, **more)
 
 
 def shorten_text(pipe: Any) -> None:
-    """Replace the system message with a short one, because the tiny tokenizers use one token per letter."""
+    """Shorten the pipeline's system message, because the tiny tokenizers use one token per letter."""
     pipe.system_message = "Describe."
 
 

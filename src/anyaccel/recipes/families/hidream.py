@@ -1,4 +1,4 @@
-"""HiDream-I1."""
+"""Recipe for a tiny HiDream-I1 pipeline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ SIZE = 32
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of HiDream-I1: four text encoders and a mixture-of-experts transformer."""
+    """Return the components of a tiny HiDream-I1 pipeline.
+
+    It has four text encoders and a mixture-of-experts transformer.
+    """
     return {
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         "vae": autoencoder_kl(shift_factor=0.1159, scaling_factor=0.3611),
@@ -49,7 +52,7 @@ def parts() -> dict[str, Any]:
 
 
 def allow_small_sizes(pipe: Any) -> None:
-    """Allow low-resolution images; by default, the pipeline scales sizes up to the area it was trained on."""
+    """Allow small images; by default, the pipeline scales the requested size up to its training area."""
     pipe.default_sample_size = SIZE // 2
 
 

@@ -1,4 +1,4 @@
-"""Hunyuan-DiT: text-to-image and ControlNet."""
+"""Recipes for tiny Hunyuan-DiT pipelines: text-to-image and ControlNet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ recipe = functools.partial(make_recipe, family="hunyuan-dit")
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """Return the arguments shared by the transformer and its ControlNet."""
+    """Return the constructor arguments shared by the transformer and its ControlNet."""
     return {
         "sample_size": SIZE // 2,
         "num_layers": 2,
@@ -36,7 +36,7 @@ def transformer_shape(**more: Any) -> dict[str, Any]:
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """Return the components of Hunyuan-DiT, with BERT and T5 as text encoders."""
+    """Return the components of a tiny Hunyuan-DiT pipeline, with BERT and T5 as text encoders."""
     return {
         "vae": autoencoder_kl(),
         "text_encoder": bert(),
@@ -52,13 +52,13 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def controlnet() -> Any:
-    """Return the ControlNet, which has half as many layers as the transformer."""
+    """Return a tiny Hunyuan-DiT ControlNet, which has half as many layers as its transformer."""
     shape = transformer_shape()
     return diffusers.HunyuanDiT2DControlNetModel(transformer_num_layers=2 * shape.pop("num_layers"), **shape)
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments that disable resolution binning, which assumes high-resolution images."""
+    """Return call arguments that disable resolution binning, which supports only large image sizes."""
     return prompted(height=SIZE, width=SIZE, use_resolution_binning=False) | more
 
 

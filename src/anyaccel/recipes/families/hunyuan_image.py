@@ -1,4 +1,4 @@
-"""HunyuanImage 2.1."""
+"""Recipe for a tiny HunyuanImage 2.1 pipeline."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ recipe = functools.partial(make_recipe, family="hunyuan-image")
 
 
 def byt5() -> dict[str, Any]:
-    """Return a byte-level T5 (ByT5) and its tokenizer, which encode text to be rendered in the image."""
+    """Return a tiny ByT5 encoder and its tokenizer, for text that is to be rendered in the image."""
     tokenizer = transformers.ByT5Tokenizer()
     return {"text_encoder_2": t5_encoder(vocab_size=len(tokenizer)), "tokenizer_2": tokenizer}
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of HunyuanImage 2.1."""
+    """Return the components of a tiny HunyuanImage 2.1 pipeline."""
     return byt5() | {
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=4.0),
         "vae": diffusers.AutoencoderKLHunyuanImage(

@@ -1,4 +1,4 @@
-"""HunyuanVideo: text-to-video, image-to-video with SkyReels and FramePack, and HunyuanVideo 1.5."""
+"""Recipes for tiny HunyuanVideo pipelines, including SkyReels V1, FramePack and HunyuanVideo 1.5."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ recipe = functools.partial(make_recipe, family="hunyuan-video")
 
 
 def autoencoder_hunyuan() -> Any:
-    """Return the HunyuanVideo autoencoder, with 8x spatial and 4x temporal compression."""
+    """Return a tiny HunyuanVideo autoencoder with 8x spatial and 4x temporal compression."""
     return diffusers.AutoencoderKLHunyuanVideo(
         latent_channels=CHANNELS,
         down_block_types=("HunyuanVideoDownBlock3D",) * 4,
@@ -36,7 +36,7 @@ def autoencoder_hunyuan() -> Any:
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """Return transformer arguments with one layer of each type."""
+    """Return constructor arguments for a tiny transformer with one layer of each type."""
     return {
         "in_channels": CHANNELS,
         "out_channels": CHANNELS,
@@ -54,7 +54,7 @@ def transformer_shape(**more: Any) -> dict[str, Any]:
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """Return the components of HunyuanVideo, with Llama and CLIP as text encoders."""
+    """Return the components of a tiny HunyuanVideo pipeline, with Llama and CLIP as text encoders."""
     return {
         "text_encoder": llama(),
         "tokenizer": llama_tokenizer(),
@@ -67,13 +67,19 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_skyreels() -> dict[str, Any]:
-    """Return the components of SkyReels V1, which concatenates image latents to the video latents."""
+    """Return the components of a tiny SkyReels V1 pipeline.
+
+    The transformer receives the video latents concatenated with image latents.
+    """
     shape = transformer_shape(in_channels=2 * CHANNELS)
     return parts(transformer=diffusers.HunyuanVideoTransformer3DModel(**shape))
 
 
 def parts_of_framepack() -> dict[str, Any]:
-    """Return the components of FramePack, which compresses already generated frames into a few tokens."""
+    """Return the components of a tiny FramePack pipeline.
+
+    FramePack compresses the frames that are already generated into a few tokens.
+    """
     shape = transformer_shape(patch_size=2, has_image_proj=True, image_proj_dim=IMAGE_WIDTH, has_clean_x_embedder=True)
     return parts(
         transformer=diffusers.HunyuanVideoFramepackTransformer3DModel(**shape),
@@ -83,7 +89,10 @@ def parts_of_framepack() -> dict[str, Any]:
 
 
 def parts_of_version_1_5(*, task_type: str = "t2v") -> dict[str, Any]:
-    """Return the components of HunyuanVideo 1.5; the transformer also receives image latents and a mask."""
+    """Return the components of a tiny HunyuanVideo 1.5 pipeline; `task_type` is `t2v` or `i2v`.
+
+    The transformer also receives image latents and a mask.
+    """
     return byt5() | {
         "text_encoder": qwen_2_5_vl_text(num_hidden_layers=3),
         "tokenizer": qwen_tokenizer(),
@@ -112,7 +121,7 @@ def parts_of_version_1_5(*, task_type: str = "t2v") -> dict[str, Any]:
 
 
 def shorten_text(pipe: Any) -> None:
-    """Shorten the system message and prompt limits, because the tiny tokenizers use one token per letter."""
+    """Shorten the system message and the prompt limits, as the tiny tokenizers use one token per letter."""
     pipe.system_message = "Describe."
     pipe.prompt_template_encode_start_idx = 20
     pipe.tokenizer_max_length = 80
@@ -120,7 +129,7 @@ def shorten_text(pipe: Any) -> None:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments for five frames with a short system message."""
+    """Return call arguments for a five-frame video, with a short prompt template."""
     return (
         prompted(
             height=SIZE,

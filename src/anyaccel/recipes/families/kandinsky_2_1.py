@@ -1,4 +1,7 @@
-"""Kandinsky 2.1: prior, decoder, combined pipeline, image-to-image and inpainting."""
+"""Recipes for tiny Kandinsky 2.1 pipelines.
+
+They cover the prior, the decoder, image-to-image, inpainting and the combined pipelines.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ recipe = functools.partial(make_recipe, family="kandinsky-2-1")
 
 
 def text_encoder() -> Any:
-    """Return the multilingual CLIP text encoder of Kandinsky 2.1."""
+    """Return a tiny multilingual CLIP text encoder for Kandinsky 2.1."""
     home = importlib.import_module("diffusers.pipelines.kandinsky.text_encoder")
     return home.MultilingualCLIP(
         home.MCLIPConfig(
@@ -39,7 +42,10 @@ def text_encoder() -> Any:
 
 
 def decoder(*, in_channels: int = 4) -> dict[str, Any]:
-    """Return the components that convert a prompt and an image embedding to an image."""
+    """Return the components of a tiny Kandinsky 2.1 decoder pipeline.
+
+    It generates an image from a prompt and an image embedding.
+    """
     unet = denoiser(
         in_channels=in_channels,
         addition_embed_type="text_image",
@@ -52,7 +58,7 @@ def decoder(*, in_channels: int = 4) -> dict[str, Any]:
 
 
 def both(*, in_channels: int = 4) -> dict[str, Any]:
-    """Return the components of the prior and the decoder."""
+    """Return the components of a tiny combined pipeline: those of the prior and of the decoder."""
     return decoder(in_channels=in_channels) | {f"prior_{name}": part for name, part in prior().items()}
 
 
@@ -70,7 +76,7 @@ def call_decoder(**more: Any) -> dict[str, Any]:
 
 
 def call_both(**more: Any) -> dict[str, Any]:
-    """Return call arguments for the combined pipeline."""
+    """Return call arguments for the combined pipeline, with two prior steps."""
     return prompted(height=SIZE, width=SIZE, prior_num_inference_steps=2) | more
 
 

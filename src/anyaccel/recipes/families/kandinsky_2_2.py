@@ -1,4 +1,8 @@
-"""Kandinsky 2.2: prior, decoder, combined pipeline, image-to-image, inpainting and ControlNet."""
+"""Recipes for tiny Kandinsky 2.2 pipelines.
+
+They cover the prior, the decoder, image-to-image, inpainting, ControlNet and the combined
+pipelines.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ recipe = functools.partial(make_recipe, family="kandinsky-2-2")
 
 
 def denoiser(**more: Any) -> Any:
-    """Return the Kandinsky UNet, which is conditioned on an image embedding."""
+    """Return a tiny Kandinsky UNet, which is conditioned on an image embedding."""
     return diffusers.UNet2DConditionModel(
         **{
             "in_channels": 4,
@@ -44,7 +48,7 @@ def denoiser(**more: Any) -> Any:
 
 
 def decoder(**more: Any) -> dict[str, Any]:
-    """Return the components that convert an image embedding to an image."""
+    """Return the components of a tiny decoder pipeline, which generates an image from an image embedding."""
     return {
         "unet": denoiser(),
         "scheduler": diffusers.DDIMScheduler(
@@ -62,7 +66,7 @@ def decoder(**more: Any) -> dict[str, Any]:
 
 
 def prior() -> dict[str, Any]:
-    """Return the components that convert a prompt to an image embedding."""
+    """Return the components of a tiny prior pipeline, which maps a prompt to an image embedding."""
     return {
         "prior": diffusers.PriorTransformer(
             num_attention_heads=2, attention_head_dim=12, num_layers=1, embedding_dim=IMAGE_WIDTH
@@ -78,12 +82,12 @@ def prior() -> dict[str, Any]:
 
 
 def both() -> dict[str, Any]:
-    """Return the components of the prior and the decoder."""
+    """Return the components of a tiny combined pipeline: those of the prior and of the decoder."""
     return decoder() | {f"prior_{name}": part for name, part in prior().items()}
 
 
 def call_prior(**more: Any) -> dict[str, Any]:
-    """Return call arguments for the prior."""
+    """Return call arguments for the prior, with a prompt, guidance and two steps."""
     return prompted(**more)
 
 
@@ -102,7 +106,10 @@ def call_decoder(**more: Any) -> dict[str, Any]:
 
 
 def call_both(**more: Any) -> dict[str, Any]:
-    """Return call arguments for the combined pipeline, overriding its deprecated default for `callback_steps`."""
+    """Return call arguments for the combined pipeline, with two prior steps.
+
+    `callback_steps` is None, because the pipeline's default value is deprecated.
+    """
     return prompted(height=SIZE, width=SIZE, prior_num_inference_steps=2, callback_steps=None) | more
 
 

@@ -1,4 +1,4 @@
-"""Kandinsky 3: text-to-image and image-to-image."""
+"""Recipes for tiny Kandinsky 3 pipelines: text-to-image and image-to-image."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ recipe = functools.partial(make_recipe, family="kandinsky-3")
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of Kandinsky 3."""
+    """Return the components of a tiny Kandinsky 3 pipeline."""
     return {
         "tokenizer": t5_tokenizer(),
         "text_encoder": t5_encoder(),

@@ -1,4 +1,4 @@
-"""Kandinsky 5.0: text-to-image, text-to-video and image-to-video."""
+"""Recipes for tiny Kandinsky 5.0 pipelines: text-to-image, text-to-video and image-to-video."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ recipe = functools.partial(make_recipe, family="kandinsky-5")
 
 
 def parts(*, vae: Any, visual_cond: bool) -> dict[str, Any]:
-    """Return the components of Kandinsky 5.0; text-to-image uses only the tokenizer of Qwen2.5-VL."""
+    """Return the components of a tiny Kandinsky 5.0 pipeline with the given VAE.
+
+    The text encoders are Qwen2.5-VL and CLIP. `visual_cond` is set for the video pipelines.
+    """
     return {
         "transformer": diffusers.Kandinsky5Transformer3DModel(
             in_visual_dim=4,
@@ -48,7 +51,7 @@ def parts(*, vae: Any, visual_cond: bool) -> dict[str, Any]:
 
 
 def allow_small_sizes(pipe: Any) -> None:
-    """Allow low-resolution images; by default, the pipeline accepts only a few high resolutions."""
+    """Allow small images; by default, the pipeline accepts only a few high resolutions."""
     pipe.resolutions = [(SIZE, SIZE)]
 
 

@@ -1,4 +1,4 @@
-"""Krea 2."""
+"""Recipe for a tiny Krea 2 pipeline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ SIZE = 16
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of Krea 2, which uses the outputs of several hidden layers of Qwen3-VL."""
+    """Return the components of a tiny Krea 2 pipeline.
+
+    The transformer receives the hidden states of several Qwen3-VL layers.
+    """
     return {
         "scheduler": flow_scheduler(),
         "vae": autoencoder_qwen(),

@@ -1,4 +1,4 @@
-"""Latent consistency models: text-to-image and image-to-image."""
+"""Recipes for tiny latent consistency models: text-to-image and image-to-image."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ recipe = functools.partial(make_recipe, family="latent-consistency")
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of Stable Diffusion with a UNet that receives the guidance scale as an embedding."""
+    """Return the components of a tiny latent consistency model.
+
+    It is a Stable Diffusion pipeline with a UNet that receives the guidance scale as an embedding.
+    """
     return stable_diffusion.parts(
         unet=stable_diffusion.denoiser(time_cond_proj_dim=8),
         scheduler=diffusers.LCMScheduler(

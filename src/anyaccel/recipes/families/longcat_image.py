@@ -1,4 +1,4 @@
-"""LongCat-Image."""
+"""Recipe for a tiny LongCat-Image pipeline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ SIZE = 16
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of LongCat-Image, without the processor, which is used only to rewrite prompts."""
+    """Return the components of a tiny LongCat-Image pipeline.
+
+    The text processor is omitted, because the pipeline uses it only to rewrite prompts.
+    """
     return {
         "scheduler": flow_scheduler(),
         "vae": autoencoder_kl(latent_channels=16, shift_factor=0.1159),

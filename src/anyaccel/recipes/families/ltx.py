@@ -1,4 +1,7 @@
-"""LTX-Video: text-to-video, image-to-video, conditioning and latent upsampling."""
+"""Recipes for tiny LTX-Video pipelines.
+
+They cover text-to-video, image-to-video, conditioning on an image and latent upsampling.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ recipe = functools.partial(make_recipe, family="ltx")
 
 
 def autoencoder_ltx() -> Any:
-    """Return the LTX-Video autoencoder with two downsampling levels: 4x in width, height and frame count."""
+    """Return a tiny LTX-Video autoencoder, which reduces width, height and frame count by a factor of 4."""
     return diffusers.AutoencoderKLLTXVideo(
         latent_channels=CHANNELS,
         block_out_channels=(8, 8, 8, 8),
@@ -38,7 +41,7 @@ def autoencoder_ltx() -> Any:
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of LTX-Video."""
+    """Return the components of a tiny LTX-Video pipeline."""
     return {
         "scheduler": flow_scheduler(),
         "vae": autoencoder_ltx(),
@@ -57,19 +60,22 @@ def parts() -> dict[str, Any]:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments for nine frames."""
+    """Return call arguments for a nine-frame video."""
     return prompted(height=SIZE, width=SIZE, num_frames=FRAMES, max_sequence_length=32) | more
 
 
 def parts_of_upsampler() -> dict[str, Any]:
-    """Return the components of the latent upsampler; its group norms require 32 groups."""
+    """Return the components of a tiny latent upsampler pipeline.
+
+    The upsampler has 32 channels, because its group norms have 32 groups.
+    """
     home = importlib.import_module("diffusers.pipelines.ltx.modeling_latent_upsampler")
     network = home.LTXLatentUpsamplerModel(in_channels=CHANNELS, mid_channels=32, num_blocks_per_stage=1)
     return {"vae": autoencoder_ltx(), "latent_upsampler": network}
 
 
 def call_upsampler() -> dict[str, Any]:
-    """Return call arguments with an input video; the upsampler does not denoise."""
+    """Return call arguments with an input video and no step count, because the upsampler does not denoise."""
     arguments = unprompted(video=make_video(FRAMES, SIZE), height=SIZE, width=SIZE)
     del arguments["num_inference_steps"]
     return arguments

@@ -1,4 +1,4 @@
-"""LTX-2: text-to-video and image-to-video, both with audio."""
+"""Recipes for tiny LTX-2 pipelines: text-to-video and image-to-video, both with audio."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ recipe = functools.partial(make_recipe, family="ltx")
 
 
 def autoencoder_of_video() -> Any:
-    """Return the video autoencoder, with patches of two pixels and one downsampling level."""
+    """Return a tiny LTX-2 video autoencoder with 2x2 patches and one downsampling level."""
     return diffusers.AutoencoderKLLTX2Video(
         latent_channels=CHANNELS,
         block_out_channels=(8,),
@@ -48,7 +48,7 @@ def autoencoder_of_video() -> Any:
 
 
 def autoencoder_of_sound() -> Any:
-    """Return the audio autoencoder, which encodes spectrograms."""
+    """Return a tiny LTX-2 audio autoencoder, which encodes spectrograms."""
     return diffusers.AutoencoderKLLTX2Audio(
         base_channels=4,
         ch_mult=(1, 1, 1),
@@ -60,7 +60,7 @@ def autoencoder_of_sound() -> Any:
 
 
 def connectors() -> Any:
-    """Return the connectors, which map language model layers to the video and audio conditioning."""
+    """Return tiny LTX-2 connectors, which map hidden states of Gemma 3 to video and audio conditioning."""
     home = importlib.import_module("diffusers.pipelines.ltx2.connectors")
     return home.LTX2TextConnectors(
         caption_channels=TEXT_WIDTH,
@@ -78,7 +78,7 @@ def connectors() -> Any:
 
 
 def transformer() -> Any:
-    """Return the transformer for video and audio; each modality has its own width."""
+    """Return a tiny LTX-2 transformer, which has different widths for video and audio."""
     return diffusers.LTX2VideoTransformer3DModel(
         in_channels=CHANNELS,
         out_channels=CHANNELS,
@@ -99,7 +99,7 @@ def transformer() -> Any:
 
 
 def vocoder() -> Any:
-    """Return a vocoder, which converts a spectrogram to audio."""
+    """Return a tiny LTX-2 vocoder, which converts a spectrogram to audio."""
     home = importlib.import_module("diffusers.pipelines.ltx2.vocoder")
     return home.LTX2Vocoder(
         in_channels=2 * MEL_BINS,
@@ -113,7 +113,7 @@ def vocoder() -> Any:
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of LTX-2."""
+    """Return the components of a tiny LTX-2 pipeline."""
     return {
         "scheduler": flow_scheduler(),
         "vae": autoencoder_of_video(),
@@ -127,7 +127,7 @@ def parts() -> dict[str, Any]:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments for five frames."""
+    """Return call arguments for a five-frame video."""
     return (
         prompted(
             height=SIZE,

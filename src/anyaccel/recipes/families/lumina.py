@@ -1,4 +1,4 @@
-"""Lumina-Next and Lumina Image 2.0."""
+"""Recipes for tiny Lumina-Next and Lumina Image 2.0 pipelines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ recipe = functools.partial(make_recipe, family="lumina")
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of Lumina-Next."""
+    """Return the components of a tiny Lumina-Next pipeline."""
     return {
         "transformer": diffusers.LuminaNextDiT2DModel(
             sample_size=SIZE // 2,
@@ -40,7 +40,7 @@ def parts() -> dict[str, Any]:
 
 
 def parts_of_version_2() -> dict[str, Any]:
-    """Return the components of Lumina Image 2.0."""
+    """Return the components of a tiny Lumina Image 2.0 pipeline."""
     return {
         "transformer": diffusers.Lumina2Transformer2DModel(
             sample_size=SIZE // 2,

@@ -1,4 +1,7 @@
-"""Marigold: depth, surface normals and intrinsic decomposition estimated from an image."""
+"""Recipes for tiny Marigold pipelines.
+
+The pipelines estimate depth, surface normals or an intrinsic decomposition from an image.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ recipe = functools.partial(make_recipe, family="marigold")
 
 
 def parts(*, maps: int = 1, **more: Any) -> dict[str, Any]:
-    """Return the components of Marigold; the UNet receives the latents of the input image and of the maps."""
+    """Return the components of a tiny Marigold pipeline that predicts `maps` maps.
+
+    The UNet receives the latents of the input image and the noisy latents of the maps.
+    """
     return {
         "unet": denoiser(in_channels=4 + 4 * maps, out_channels=4 * maps, use_linear_projection=True),
         "vae": autoencoder_kl(),
@@ -32,7 +38,7 @@ def parts(*, maps: int = 1, **more: Any) -> dict[str, Any]:
 
 
 def intrinsics() -> dict[str, Any]:
-    """Return the components for intrinsic image decomposition, with two named maps."""
+    """Return the components of a tiny Marigold pipeline that predicts albedo and material maps."""
     names = {
         "target_names": ["albedo", "material"],
         "albedo": {"prediction_space": "srgb"},

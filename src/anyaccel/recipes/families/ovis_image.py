@@ -1,4 +1,4 @@
-"""Ovis-Image."""
+"""Recipe for a tiny Ovis-Image pipeline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZE = 16
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of Ovis-Image."""
+    """Return the components of a tiny Ovis-Image pipeline."""
     return {
         "scheduler": flow_scheduler(),
         "vae": autoencoder_kl(

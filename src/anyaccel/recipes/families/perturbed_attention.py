@@ -1,4 +1,4 @@
-"""Perturbed-attention guidance (PAG), for all pipelines that support it."""
+"""Recipes for tiny pipelines with perturbed-attention guidance (PAG)."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ recipe = functools.partial(make_recipe, family="perturbed-attention")
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments for generation from noise."""
+    """Return call arguments for generating a 16x16 image from pure noise with PAG."""
     return prompted(height=SIZE, width=SIZE, pag_scale=3.0) | more
 
 
 def call_halfway(**more: Any) -> dict[str, Any]:
-    """Return call arguments for image-to-image at strength 0.5, which runs the last two of four steps."""
+    """Return call arguments for image-to-image with PAG at strength 0.5.
+
+    The pipeline runs the last two of four steps.
+    """
     return prompted(image=make_image(SIZE), strength=0.5, num_inference_steps=4, pag_scale=3.0, **more)
 
 

@@ -1,4 +1,4 @@
-"""PixArt-α and PixArt-Σ."""
+"""Recipes for tiny PixArt-α and PixArt-Σ pipelines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ recipe = functools.partial(make_recipe, family="pixart")
 
 
 def parts(*, sample_size: int = SIZE // 2) -> dict[str, Any]:
-    """Return the components of PixArt; with a sample size of 128, the transformer also receives the image size."""
+    """Return the components of a tiny PixArt pipeline.
+
+    With a sample size of 128, the transformer is also conditioned on the image size.
+    """
     return {
         "tokenizer": t5_tokenizer(),
         "text_encoder": t5_encoder(),
@@ -42,7 +45,10 @@ def parts(*, sample_size: int = SIZE // 2) -> dict[str, Any]:
 
 
 def call() -> dict[str, Any]:
-    """Return call arguments that disable caption cleaning and resolution binning, which assumes large images."""
+    """Return call arguments that disable caption cleaning and resolution binning.
+
+    Resolution binning supports only large image sizes.
+    """
     return prompted(height=SIZE, width=SIZE, clean_caption=False, use_resolution_binning=False, max_sequence_length=32)
 
 

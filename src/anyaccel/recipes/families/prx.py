@@ -1,4 +1,4 @@
-"""PRX."""
+"""Recipe for a tiny PRX pipeline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ recipe = functools.partial(make_recipe, family="prx")
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of PRX."""
+    """Return the components of a tiny PRX pipeline."""
     return {
         "transformer": diffusers.PRXTransformer2DModel(
             in_channels=4,
@@ -42,9 +42,9 @@ def parts() -> dict[str, Any]:
 
 
 def call() -> dict[str, Any]:
-    """Return call arguments with a prompt embedding, so that no prompt is cleaned.
+    """Return call arguments with prompt embeddings instead of a prompt.
 
-    Prompt cleaning requires ftfy, which is not a dependency.
+    The pipeline cleans prompts with ftfy, which is not a dependency of anyaccel.
     """
     return prompted(
         prompt=None,

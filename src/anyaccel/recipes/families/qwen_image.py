@@ -1,4 +1,4 @@
-"""Qwen-Image: text-to-image, image-to-image, inpainting and ControlNet."""
+"""Recipes for tiny Qwen-Image pipelines: text-to-image, image-to-image, inpainting and ControlNet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ recipe = functools.partial(make_recipe, family="qwen-image")
 
 
 def autoencoder_qwen() -> Any:
-    """Return the Qwen-Image autoencoder, a video autoencoder that receives single frames."""
+    """Return a tiny Qwen-Image autoencoder, a video autoencoder that encodes an image as one frame."""
     return diffusers.AutoencoderKLQwenImage(
         base_dim=8,
         z_dim=CHANNELS,
@@ -35,7 +35,7 @@ def autoencoder_qwen() -> Any:
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """Return the arguments shared by the transformer and its ControlNet."""
+    """Return the constructor arguments shared by the transformer and its ControlNet."""
     return {
         "patch_size": 2,
         "in_channels": 4 * CHANNELS,
@@ -49,7 +49,7 @@ def transformer_shape(**more: Any) -> dict[str, Any]:
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """Return the components of Qwen-Image."""
+    """Return the components of a tiny Qwen-Image pipeline."""
     return {
         "scheduler": flow_scheduler(),
         "vae": autoencoder_qwen(),
@@ -60,12 +60,12 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_with_controlnet(**more: Any) -> dict[str, Any]:
-    """Return the components of Qwen-Image plus a ControlNet."""
+    """Return the components of a tiny Qwen-Image pipeline with a ControlNet."""
     return parts(controlnet=diffusers.QwenImageControlNetModel(**transformer_shape(**more)))
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments with classifier-free guidance."""
+    """Return call arguments for a 16x16 image, with a negative prompt and classifier-free guidance."""
     return (
         prompted(
             negative_prompt="blue",

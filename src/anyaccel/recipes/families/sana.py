@@ -1,4 +1,4 @@
-"""SANA: text-to-image, the few-step SANA-Sprint model, ControlNet and video."""
+"""Recipes for tiny SANA pipelines: text-to-image, SANA-Sprint, ControlNet and video."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ recipe = functools.partial(make_recipe, family="sana")
 
 
 def autoencoder_dc() -> Any:
-    """Return a deep compression autoencoder (DC-AE) with linear attention at the lower level."""
+    """Return a tiny deep compression autoencoder (DC-AE) with linear attention at the lower level."""
     return diffusers.AutoencoderDC(
         latent_channels=CHANNELS,
         attention_head_dim=4,
@@ -39,7 +39,7 @@ def autoencoder_dc() -> Any:
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """Return the arguments shared by the transformer and its ControlNet."""
+    """Return the constructor arguments shared by the transformer and its ControlNet."""
     return {
         "in_channels": CHANNELS,
         "out_channels": CHANNELS,
@@ -55,7 +55,7 @@ def transformer_shape(**more: Any) -> dict[str, Any]:
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """Return the components of SANA."""
+    """Return the components of a tiny SANA pipeline."""
     return {
         "tokenizer": gemma_tokenizer(),
         "text_encoder": gemma_2(),
@@ -66,7 +66,10 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_sprint() -> dict[str, Any]:
-    """Return the components of SANA-Sprint; the transformer receives the guidance scale as an embedding."""
+    """Return the components of a tiny SANA-Sprint pipeline.
+
+    The transformer receives the guidance scale as an embedding.
+    """
     return parts(
         transformer=diffusers.SanaTransformer2DModel(
             **transformer_shape(guidance_embeds=True, qk_norm="rms_norm_across_heads")
@@ -76,7 +79,10 @@ def parts_of_sprint() -> dict[str, Any]:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments that disable resolution binning and the long instruction, meant for large images."""
+    """Return call arguments that disable resolution binning and the long default prompt instruction.
+
+    Resolution binning supports only large image sizes.
+    """
     return (
         prompted(
             height=SIZE,
@@ -90,7 +96,7 @@ def call(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_video() -> dict[str, Any]:
-    """Return the components of SANA-Video, with the Wan autoencoder."""
+    """Return the components of a tiny SANA-Video pipeline, which uses the Wan autoencoder."""
     shape = transformer_shape(
         patch_size=(1, 2, 2),
         attention_head_dim=12,

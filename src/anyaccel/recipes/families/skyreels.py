@@ -1,4 +1,4 @@
-"""SkyReels V2: text-to-video, image-to-video and diffusion forcing."""
+"""Recipes for tiny SkyReels V2 pipelines: text-to-video, image-to-video and diffusion forcing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ recipe = functools.partial(make_recipe, family="skyreels")
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """Return the components of SkyReels V2: those of Wan, with a different transformer."""
+    """Return the components of a tiny SkyReels V2 pipeline: a Wan pipeline with a different transformer."""
     return wan.parts(transformer=diffusers.SkyReelsV2Transformer3DModel(**wan.transformer_shape(**more)))
 
 
 def parts_for_images() -> dict[str, Any]:
-    """Return the components for image-to-video; the transformer also receives image latents and a frame mask."""
+    """Return the components of a tiny SkyReels V2 image-to-video pipeline.
+
+    The transformer also receives image latents and a frame mask.
+    """
     base = parts(in_channels=2 * wan.CHANNELS + wan.TIME_SCALE, image_dim=IMAGE_WIDTH, added_kv_proj_dim=24)
     return base | {"image_encoder": clip_vision(), "image_processor": clip_image_processor()}
 

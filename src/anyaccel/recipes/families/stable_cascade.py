@@ -1,4 +1,7 @@
-"""Stable Cascade and Würstchen: prior, decoder and combined pipelines for highly compressed latents."""
+"""Recipes for tiny Stable Cascade and Würstchen pipelines.
+
+Each family has a prior, a decoder and a combined pipeline.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +25,27 @@ recipe = functools.partial(make_recipe, family="stable-cascade")
 
 
 def home(name: str) -> Any:
-    """Import a Würstchen module by name, because diffusers does not export its classes."""
+    """Import a Würstchen module from diffusers by name; diffusers does not export its classes."""
     return importlib.import_module(f"diffusers.pipelines.deprecated.wuerstchen.{name}")
 
 
 def vqgan() -> Any:
-    """Return the VQ autoencoder that both families use, scaled for the large latents that random weights produce."""
+    """Return a tiny VQ autoencoder for Stable Cascade and Würstchen.
+
+    Its scale factor is small, because random weights produce large latents.
+    """
     return home("modeling_paella_vq_model").PaellaVQModel(
         levels=2, bottleneck_blocks=1, embed_dim=8, latent_channels=4, num_vq_embeddings=12, scale_factor=0.002
     )
 
 
 def text() -> dict[str, Any]:
-    """Return the Stable Cascade text encoder."""
+    """Return the tokenizer and text encoder for a tiny Stable Cascade pipeline."""
     return {"tokenizer": clip_tokenizer(), "text_encoder": clip_text_with_projection()}
 
 
 def unet(**more: Any) -> Any:
-    """Return a UNet for either stage, with two levels of width 16."""
+    """Return a tiny Stable Cascade UNet for the prior or the decoder, with two levels of width 16."""
     blocks = ("SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock")
     return diffusers.StableCascadeUNet(
         **{
@@ -60,13 +66,13 @@ def unet(**more: Any) -> Any:
 
 
 def prior() -> dict[str, Any]:
-    """Return the components of Stable Cascade's first stage."""
+    """Return the components of a tiny Stable Cascade prior pipeline, which is the first stage."""
     network = unet(clip_text_in_channels=TEXT_WIDTH, clip_image_in_channels=TEXT_WIDTH)
     return text() | {"prior": network, "scheduler": diffusers.DDPMWuerstchenScheduler()}
 
 
 def decoder() -> dict[str, Any]:
-    """Return the components of Stable Cascade's second stage."""
+    """Return the components of a tiny Stable Cascade decoder pipeline, which is the second stage."""
     network = unet(effnet_in_channels=4, patch_size=2, timestep_conditioning_type=("sca",))
     return text() | {
         "decoder": network,
@@ -77,21 +83,21 @@ def decoder() -> dict[str, Any]:
 
 
 def both() -> dict[str, Any]:
-    """Return the components of both Stable Cascade stages."""
+    """Return the components of a tiny Stable Cascade pipeline that combines prior and decoder."""
     second = decoder()
     del second["latent_dim_scale"]
     return second | {f"prior_{name}": part for name, part in prior().items()}
 
 
 def call_both(**more: Any) -> dict[str, Any]:
-    """Return call arguments for the combined pipeline."""
+    """Return call arguments for a combined pipeline, with two prior steps."""
     arguments = prompted(height=SIZE, width=SIZE, prior_num_inference_steps=2, decoder_guidance_scale=2.0, **more)
     del arguments["guidance_scale"]
     return arguments
 
 
 def wuerstchen_prior() -> dict[str, Any]:
-    """Return the components of Würstchen's first stage."""
+    """Return the components of a tiny Würstchen prior pipeline, which is the first stage."""
     network = home("modeling_wuerstchen_prior").WuerstchenPrior(
         c_in=4, c=16, c_cond=TEXT_WIDTH, c_r=8, depth=1, nhead=2, dropout=0.0
     )
@@ -104,7 +110,7 @@ def wuerstchen_prior() -> dict[str, Any]:
 
 
 def wuerstchen_decoder() -> dict[str, Any]:
-    """Return the components of Würstchen's second stage."""
+    """Return the components of a tiny Würstchen decoder pipeline, which is the second stage."""
     network = home("modeling_wuerstchen_diffnext").WuerstchenDiffNeXt(
         c_cond=TEXT_WIDTH,
         c_hidden=[16, 16, 16, 16],
@@ -126,7 +132,7 @@ def wuerstchen_decoder() -> dict[str, Any]:
 
 
 def wuerstchen_both() -> dict[str, Any]:
-    """Return the components of both Würstchen stages."""
+    """Return the components of a tiny Würstchen pipeline that combines prior and decoder."""
     second = wuerstchen_decoder()
     del second["latent_dim_scale"]
     return second | {f"prior_{name}": part for name, part in wuerstchen_prior().items()}

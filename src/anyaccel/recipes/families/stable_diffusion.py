@@ -1,4 +1,4 @@
-"""Stable Diffusion 1 and 2: text-to-image, image-to-image and inpainting."""
+"""Recipes for tiny Stable Diffusion 1 and 2 pipelines: text-to-image, image-to-image and inpainting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = 16
 
 
 def denoiser(**more: Any) -> Any:
-    """Return a Stable Diffusion UNet with two levels; the lower one has cross-attention."""
+    """Return a tiny Stable Diffusion UNet with two levels; the lower level has cross-attention."""
     return diffusers.UNet2DConditionModel(
         **{
             "sample_size": SIZE // 2,
@@ -35,12 +35,12 @@ def denoiser(**more: Any) -> Any:
 
 
 def scheduler(**more: Any) -> dict[str, Any]:
-    """Return the scheduler arguments with which all Stable Diffusion models were trained."""
+    """Return scheduler arguments for the noise schedule with which Stable Diffusion was trained."""
     return {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1} | more
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """Return the components of Stable Diffusion 1.5, without the safety checker."""
+    """Return the components of a tiny Stable Diffusion 1.5 pipeline, without the safety checker."""
     return {
         "vae": autoencoder_kl(),
         "text_encoder": clip_text(),
@@ -54,7 +54,10 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_version_2() -> dict[str, Any]:
-    """Return the components of Stable Diffusion 2, with per-level head counts, linear projections and v-prediction."""
+    """Return the components of a tiny Stable Diffusion 2 pipeline.
+
+    It uses v-prediction and linear projections, and its number of attention heads differs per level.
+    """
     return parts(
         text_encoder=clip_text(hidden_act="gelu"),
         tokenizer=clip_tokenizer(pad_token="!"),
@@ -64,7 +67,10 @@ def parts_of_version_2() -> dict[str, Any]:
 
 
 def parts_for_inpainting() -> dict[str, Any]:
-    """Return the components of the inpainting model; the UNet also receives the mask and the masked image."""
+    """Return the components of a tiny Stable Diffusion inpainting pipeline.
+
+    The UNet also receives the mask and the latents of the masked image.
+    """
     return parts(unet=denoiser(in_channels=9))
 
 

@@ -1,4 +1,7 @@
-"""Stable Diffusion 3: text-to-image, image-to-image, inpainting and ControlNet."""
+"""Recipes for tiny Stable Diffusion 3 pipelines.
+
+They cover text-to-image, image-to-image, inpainting and ControlNet.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ recipe = functools.partial(make_recipe, family="stable-diffusion-3")
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """Return the arguments shared by the transformer and its ControlNet.
+    """Return the constructor arguments shared by the transformer and its ControlNet.
 
     The context is as wide as the two CLIP embeddings combined.
     """
@@ -44,9 +47,9 @@ def transformer_shape(**more: Any) -> dict[str, Any]:
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """Return the components of Stable Diffusion 3.5 Medium, with dual attention in the first layer.
+    """Return the components of a tiny Stable Diffusion 3.5 Medium pipeline.
 
-    The model has three text encoders.
+    It has three text encoders, and dual attention in the first transformer layer.
     """
     return {
         "transformer": diffusers.SD3Transformer2DModel(**transformer_shape()),
@@ -68,12 +71,12 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_with_controlnet(**more: Any) -> dict[str, Any]:
-    """Return the components of Stable Diffusion 3 plus a ControlNet."""
+    """Return the components of a tiny Stable Diffusion 3 pipeline with a ControlNet."""
     return parts(controlnet=diffusers.SD3ControlNetModel(**transformer_shape(**more)))
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments with a short prompt."""
+    """Return call arguments for a 16x16 image, with at most 32 prompt tokens."""
     return prompted(height=SIZE, width=SIZE, max_sequence_length=LETTERS) | more
 
 

@@ -1,4 +1,4 @@
-"""Older pipelines based on Stable Diffusion that diffusers no longer maintains."""
+"""Recipes for older Stable Diffusion pipelines that diffusers no longer maintains."""
 
 from __future__ import annotations
 
@@ -21,12 +21,18 @@ recipe = functools.partial(make_recipe, family="stable-diffusion")
 
 
 def with_ddim(**more: Any) -> dict[str, Any]:
-    """Return the components of Stable Diffusion with DDIM, which most of these pipelines require."""
+    """Return the components of a tiny Stable Diffusion pipeline with a DDIM scheduler.
+
+    Most pipelines in this module require DDIM.
+    """
     return parts(scheduler=diffusers.DDIMScheduler(**scheduler(clip_sample=False)), **more)
 
 
 def paint_by_example() -> dict[str, Any]:
-    """Return the components of Paint by Example, which accepts an image instead of a prompt."""
+    """Return the components of a tiny Paint by Example pipeline.
+
+    It is conditioned on an example image instead of a prompt.
+    """
     home = importlib.import_module("diffusers.pipelines.deprecated.paint_by_example.image_encoder")
     base = parts(
         unet=denoiser(in_channels=9),

@@ -1,4 +1,8 @@
-"""Pipelines based on Stable Diffusion: InstructPix2Pix, upscaling, depth, image variation, other guidance."""
+"""Recipes for tiny pipelines based on Stable Diffusion.
+
+They cover InstructPix2Pix, upscaling, depth-to-image, image variation, panoramas, LDM3D and other
+guidance methods.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +25,15 @@ recipe = functools.partial(make_recipe, family="stable-diffusion")
 
 
 def without(base: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Return the components except the named ones, which a pipeline does not accept."""
+    """Return a copy of `base` without the named components, which a pipeline does not accept."""
     return {name: part for name, part in base.items() if name not in names}
 
 
 def upscaler() -> dict[str, Any]:
-    """Return the components of the upscaler; its UNet also receives the low-resolution image and a noise level."""
+    """Return the components of a tiny upscaling pipeline.
+
+    The UNet also receives the low-resolution image and its noise level.
+    """
     base = parts(
         vae=autoencoder_kl(scaling_factor=0.08333),
         unet=denoiser(in_channels=7, num_class_embeds=1000),
@@ -38,7 +45,10 @@ def upscaler() -> dict[str, Any]:
 
 
 def latent_upscaler() -> dict[str, Any]:
-    """Return the components of the latent upscaler; its UNet uses a different type of attention."""
+    """Return the components of a tiny latent upscaling pipeline.
+
+    The UNet uses `KCrossAttnDownBlock2D` and similar block types.
+    """
     unet = diffusers.UNet2DConditionModel(
         act_fn="gelu",
         attention_head_dim=4,
@@ -63,7 +73,7 @@ def latent_upscaler() -> dict[str, Any]:
 
 
 def depth_estimator() -> Any:
-    """Return a DPT depth estimator without its convolutional backbone."""
+    """Return a tiny DPT depth estimator without a convolutional backbone."""
     return transformers.DPTForDepthEstimation(
         transformers.DPTConfig(
             hidden_size=32,
@@ -81,7 +91,7 @@ def depth_estimator() -> Any:
 
 
 def by_depth() -> dict[str, Any]:
-    """Return the components for depth-to-image; the UNet also receives a depth map."""
+    """Return the components of a tiny depth-to-image pipeline; the UNet also receives a depth map."""
     size = {"height": 32, "width": 32}
     base = parts(
         unet=denoiser(in_channels=5),
@@ -92,7 +102,10 @@ def by_depth() -> dict[str, Any]:
 
 
 def variation() -> dict[str, Any]:
-    """Return the components for image variation, which uses an image embedding instead of a prompt."""
+    """Return the components of a tiny image variation pipeline.
+
+    It is conditioned on an image embedding instead of a prompt.
+    """
     base = parts(image_encoder=clip_vision(), feature_extractor=clip_image_processor())
     return without(base, "text_encoder", "tokenizer")
 

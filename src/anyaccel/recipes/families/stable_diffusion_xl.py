@@ -1,4 +1,4 @@
-"""Stable Diffusion XL: base, refiner, image-to-image, inpainting and InstructPix2Pix."""
+"""Recipes for tiny SDXL pipelines: base, refiner, image-to-image, inpainting and InstructPix2Pix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ recipe = functools.partial(make_recipe, family="stable-diffusion-xl")
 
 
 def denoiser(*, texts: int = 2, sizes: int = 6, **more: Any) -> Any:
-    """Return an SDXL UNet; the refiner uses five size conditions, including an aesthetic score, instead of six."""
+    """Return a tiny SDXL UNet for `texts` text encoders and `sizes` size conditions.
+
+    The base model has six size conditions. The refiner has five, including an aesthetic score.
+    """
     return stable_diffusion.denoiser(
         **{
             "cross_attention_dim": texts * TEXT_WIDTH,
@@ -38,7 +41,7 @@ def denoiser(*, texts: int = 2, sizes: int = 6, **more: Any) -> Any:
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """Return the components of SDXL, without a watermarker."""
+    """Return the components of a tiny SDXL pipeline, without a watermarker."""
     return {
         "vae": autoencoder_kl(scaling_factor=0.13025),
         "text_encoder": clip_text(),
@@ -58,12 +61,18 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_refiner() -> dict[str, Any]:
-    """Return the components of the refiner, with only the second text encoder and an aesthetic score."""
+    """Return the components of a tiny SDXL refiner pipeline.
+
+    It has only the second text encoder and is conditioned on an aesthetic score.
+    """
     return parts(text_encoder=None, tokenizer=None, unet=denoiser(texts=1, sizes=5), requires_aesthetics_score=True)
 
 
 def parts_for_instructions() -> dict[str, Any]:
-    """Return the components of InstructPix2Pix; the UNet also receives the input image's latents."""
+    """Return the components of a tiny SDXL InstructPix2Pix pipeline.
+
+    The UNet also receives the latents of the input image.
+    """
     return parts(unet=denoiser(in_channels=8), is_cosxl_edit=False)
 
 

@@ -1,4 +1,7 @@
-"""Older video models based on Stable Diffusion: ModelScope, I2VGen-XL, PIA and Text2Video-Zero."""
+"""Recipes for older video pipelines based on Stable Diffusion.
+
+They cover ModelScope, I2VGen-XL, PIA and Text2Video-Zero.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ recipe = functools.partial(make_recipe, family="text-to-video")
 
 
 def base(**more: Any) -> dict[str, Any]:
-    """Return the Stable Diffusion components shared by these models."""
+    """Return the Stable Diffusion components shared by ModelScope, I2VGen-XL and PIA."""
     components = stable_diffusion.parts(
         scheduler=diffusers.DDIMScheduler(**stable_diffusion.scheduler(clip_sample=False)), **more
     )
@@ -37,13 +40,13 @@ def base(**more: Any) -> dict[str, Any]:
 
 
 def model_scope() -> dict[str, Any]:
-    """Return the components of the ModelScope text-to-video model."""
+    """Return the components of a tiny ModelScope text-to-video pipeline."""
     components = base(unet=diffusers.UNet3DConditionModel(attention_head_dim=4, **SHAPE))
     return animate_diff.without(components, "feature_extractor")
 
 
 def i2vgen() -> dict[str, Any]:
-    """Return the components of I2VGen-XL."""
+    """Return the components of a tiny I2VGen-XL pipeline."""
     return base(
         unet=diffusers.I2VGenXLUNet(attention_head_dim=4, **SHAPE),
         image_encoder=clip_vision(),
@@ -52,7 +55,10 @@ def i2vgen() -> dict[str, Any]:
 
 
 def pia() -> dict[str, Any]:
-    """Return the components of PIA; its motion adapter also replaces the first convolution."""
+    """Return the components of a tiny PIA pipeline.
+
+    Its motion adapter also replaces the first convolution of the UNet.
+    """
     adapter = diffusers.MotionAdapter(
         block_out_channels=(8, 16),
         motion_layers_per_block=1,
@@ -64,7 +70,7 @@ def pia() -> dict[str, Any]:
 
 
 def call_zero(**more: Any) -> dict[str, Any]:
-    """Return call arguments for Text2Video-Zero, which adds motion between early denoising steps."""
+    """Return call arguments for Text2Video-Zero, which adds motion between two early denoising steps."""
     return prompted(video_length=FRAMES, height=SIZE, width=SIZE, num_inference_steps=3, t0=1, t1=2, **more)
 
 

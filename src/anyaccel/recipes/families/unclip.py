@@ -1,4 +1,4 @@
-"""unCLIP: pipelines that are conditioned on an image embedding."""
+"""Recipes for tiny unCLIP pipelines, which are conditioned on an image embedding."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ recipe = functools.partial(make_recipe, family="unclip")
 
 
 def prior() -> Any:
-    """Return the prior transformer, which maps a prompt to an image embedding."""
+    """Return a tiny prior transformer, which maps a prompt to an image embedding."""
     return diffusers.PriorTransformer(
         num_attention_heads=2, attention_head_dim=12, num_layers=1, embedding_dim=IMAGE_WIDTH
     )
 
 
 def normalizer() -> Any:
-    """Return the normalizer for image embeddings."""
+    """Return a module that normalizes image embeddings for Stable unCLIP."""
     home = importlib.import_module("diffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer")
     return home.StableUnCLIPImageNormalizer(embedding_dim=IMAGE_WIDTH)
 
 
 def stable_unclip() -> dict[str, Any]:
-    """Return the components shared by the Stable unCLIP pipelines.
+    """Return the components shared by the tiny Stable unCLIP pipelines.
 
-    The UNet receives an embedding and its noise level.
+    The UNet receives an image embedding and its noise level.
     """
     return {
         "image_normalizer": normalizer(),
@@ -64,7 +64,7 @@ def stable_unclip() -> dict[str, Any]:
 
 
 def stable_unclip_from_text() -> dict[str, Any]:
-    """Return the components of Stable unCLIP with a prior."""
+    """Return the components of a tiny Stable unCLIP text-to-image pipeline, including the prior."""
     return stable_unclip() | {
         "prior_tokenizer": clip_tokenizer(),
         "prior_text_encoder": clip_text_with_projection(),
@@ -76,12 +76,15 @@ def stable_unclip_from_text() -> dict[str, Any]:
 
 
 def stable_unclip_from_image() -> dict[str, Any]:
-    """Return the components of Stable unCLIP with an image encoder."""
+    """Return the components of a tiny Stable unCLIP image-to-image pipeline, including the image encoder."""
     return stable_unclip() | {"feature_extractor": clip_image_processor(), "image_encoder": clip_vision()}
 
 
 def unclip() -> dict[str, Any]:
-    """Return the components shared by both unCLIP pipelines: a decoder and two super-resolution networks."""
+    """Return the components shared by both tiny unCLIP pipelines.
+
+    They include a decoder and two super-resolution UNets.
+    """
     home = importlib.import_module("diffusers.pipelines.deprecated.unclip.text_proj")
     return {
         "decoder": diffusers.UNet2DConditionModel(
@@ -112,7 +115,10 @@ def unclip() -> dict[str, Any]:
 
 
 def enlarger() -> Any:
-    """Return a super-resolution UNet, which receives the low-resolution image as additional channels."""
+    """Return a tiny super-resolution UNet.
+
+    It receives the low-resolution image as additional input channels.
+    """
     return diffusers.UNet2DModel(
         sample_size=SIZE,
         in_channels=6,
@@ -126,7 +132,7 @@ def enlarger() -> Any:
 
 
 def unclip_from_text() -> dict[str, Any]:
-    """Return the components of the text-to-image pipeline, including the prior."""
+    """Return the components of a tiny unCLIP text-to-image pipeline, including the prior."""
     schedule = diffusers.UnCLIPScheduler(
         variance_type="fixed_small_log", prediction_type="sample", clip_sample_range=5.0
     )
@@ -134,12 +140,12 @@ def unclip_from_text() -> dict[str, Any]:
 
 
 def unclip_from_image() -> dict[str, Any]:
-    """Return the components of the image variation pipeline, including the image encoder."""
+    """Return the components of a tiny unCLIP image variation pipeline, including the image encoder."""
     return unclip() | {"feature_extractor": clip_image_processor(), "image_encoder": clip_vision()}
 
 
 def call_unclip(**more: Any) -> dict[str, Any]:
-    """Return call arguments with a separate number of steps for each network."""
+    """Return call arguments with separate step counts for the decoder and the super-resolution UNets."""
     arguments = unprompted(decoder_num_inference_steps=2, super_res_num_inference_steps=2, **more)
     del arguments["num_inference_steps"]
     return arguments

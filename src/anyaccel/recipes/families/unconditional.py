@@ -1,6 +1,7 @@
-"""Pipelines without a prompt.
+"""Recipes for tiny pipelines without a prompt.
 
-DDPM, DDIM, PNDM, score-based and consistency models, DiT, RePaint and Dance Diffusion.
+They cover DDPM, DDIM, PNDM, score-based models, latent diffusion, consistency models, DiT, RePaint
+and Dance Diffusion.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ recipe = functools.partial(make_recipe, family="unconditional")
 
 
 def denoiser(**more: Any) -> Any:
-    """Return a UNet with two levels; the lower one has attention."""
+    """Return a tiny UNet with two levels; the lower level has attention."""
     return diffusers.UNet2DModel(
         **{
             "sample_size": SIZE,
@@ -37,7 +38,7 @@ def denoiser(**more: Any) -> Any:
 
 
 def consistency() -> dict[str, Any]:
-    """Return the components of a class-conditional consistency model."""
+    """Return the components of a tiny class-conditional consistency model."""
     return {
         "unet": denoiser(num_class_embeds=10),
         "scheduler": diffusers.CMStochasticIterativeScheduler(num_train_timesteps=40, sigma_min=0.002, sigma_max=80.0),
@@ -45,7 +46,7 @@ def consistency() -> dict[str, Any]:
 
 
 def dit() -> dict[str, Any]:
-    """Return the components of DiT with a thousand classes."""
+    """Return the components of a tiny DiT pipeline with 1,000 classes."""
     return {
         "transformer": diffusers.DiTTransformer2DModel(
             sample_size=SIZE,
@@ -62,7 +63,7 @@ def dit() -> dict[str, Any]:
 
 
 def latent_diffusion() -> dict[str, Any]:
-    """Return the components of unconditional latent diffusion."""
+    """Return the components of a tiny unconditional latent diffusion pipeline."""
     return {
         "vqvae": diffusers.VQModel(
             block_out_channels=(8, 16),
@@ -77,12 +78,15 @@ def latent_diffusion() -> dict[str, Any]:
 
 
 def super_resolution() -> dict[str, Any]:
-    """Return the components of latent super-resolution; its UNet also receives the low-resolution image."""
+    """Return the components of a tiny latent super-resolution pipeline.
+
+    The UNet also receives the low-resolution image.
+    """
     return latent_diffusion() | {"unet": denoiser(in_channels=6, out_channels=3)}
 
 
 def dance_diffusion() -> dict[str, Any]:
-    """Return the components of Dance Diffusion, which generates audio."""
+    """Return the components of a tiny Dance Diffusion pipeline, which generates audio."""
     return {
         "unet": diffusers.UNet1DModel(
             block_out_channels=(32, 32, 64),

@@ -1,4 +1,4 @@
-"""Other video models: Mochi, Allegro, Latte and Stable Video Diffusion."""
+"""Recipes for tiny Mochi, Allegro, Latte and Stable Video Diffusion pipelines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ recipe = functools.partial(make_recipe, family="video")
 
 
 def mochi() -> dict[str, Any]:
-    """Return the components of Mochi."""
+    """Return the components of a tiny Mochi pipeline."""
     return {
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
         "vae": diffusers.AutoencoderKLMochi(
@@ -46,7 +46,7 @@ def mochi() -> dict[str, Any]:
 
 
 def allegro() -> dict[str, Any]:
-    """Return the components of Allegro."""
+    """Return the components of a tiny Allegro pipeline."""
     return {
         "tokenizer": t5_tokenizer(),
         "text_encoder": t5_encoder(),
@@ -72,14 +72,17 @@ def allegro() -> dict[str, Any]:
 
 
 def use_small_tiles(pipe: Any) -> None:
-    """Reduce the tile size; Allegro always decodes in tiles, which default to 24 frames and 320 pixels."""
+    """Reduce the tile size of the Allegro autoencoder.
+
+    Allegro always decodes in tiles. The default tile has 24 frames and is 320 pixels wide and high.
+    """
     pipe.vae.enable_tiling()
     pipe.vae.kernel = (8, SIZE, SIZE)
     pipe.vae.stride = (4, SIZE // 2, SIZE // 2)
 
 
 def latte() -> dict[str, Any]:
-    """Return the components of Latte."""
+    """Return the components of a tiny Latte pipeline."""
     return {
         "tokenizer": t5_tokenizer(),
         "text_encoder": t5_encoder(),
@@ -106,7 +109,10 @@ def latte() -> dict[str, Any]:
 
 
 def stable_video_diffusion() -> dict[str, Any]:
-    """Return the components of Stable Video Diffusion, where all group norms have 32 groups."""
+    """Return the components of a tiny Stable Video Diffusion pipeline.
+
+    All layers have at least 32 channels, because all group norms have 32 groups.
+    """
     return {
         "vae": diffusers.AutoencoderKLTemporalDecoder(
             block_out_channels=(32, 32), down_block_types=("DownEncoderBlock2D",) * 2

@@ -1,4 +1,7 @@
-"""VisualCloze: a FLUX.1 Fill model that learns a task from example images."""
+"""Recipes for tiny VisualCloze pipelines, which infer a task from example images.
+
+The pipelines use the components of FLUX.1 Fill.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ recipe = functools.partial(make_recipe, family="visual-cloze")
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of FLUX.1 Fill."""
+    """Return the components of a tiny VisualCloze pipeline, which are those of FLUX.1 Fill."""
     return flux.parts(in_channels=3 * flux.PATCH) | {"resolution": SIZE}
 
 
 def call() -> dict[str, Any]:
-    """Return call arguments with an example of the task and an image to process."""
+    """Return call arguments with a task prompt, a pair of example images and an image to process."""
     return unprompted(
         task_prompt="turn blue",
         content_prompt="a red fox",
@@ -33,7 +36,7 @@ def call() -> dict[str, Any]:
 
 
 def disable_progress_bars(pipe: Any) -> None:
-    """Disable the progress bars of the nested pipelines."""
+    """Disable the progress bars of the nested generation and upsampling pipelines."""
     for inner in (pipe.generation_pipe, pipe.upsampling_pipe):
         inner.set_progress_bar_config(disable=True)
 

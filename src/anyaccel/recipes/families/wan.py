@@ -1,4 +1,4 @@
-"""Wan: text-to-video, image-to-video, video-to-video, VACE and editing."""
+"""Recipes for tiny Wan pipelines: text-to-video, image-to-video, video-to-video, VACE and editing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ recipe = functools.partial(make_recipe, family="wan")
 
 
 def autoencoder_wan(*, halvings: int = 1) -> Any:
-    """Return the Wan autoencoder, which halves width, height and frames (except the first) `halvings` times."""
+    """Return a tiny Wan autoencoder.
+
+    It halves the width, height and frame count `halvings` times; the first frame is always kept.
+    """
     return diffusers.AutoencoderKLWan(
         base_dim=8,
         z_dim=CHANNELS,
@@ -50,7 +53,7 @@ def autoencoder_wan(*, halvings: int = 1) -> Any:
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """Return transformer arguments for two heads of width 12."""
+    """Return constructor arguments for a tiny transformer: two layers with two heads of width 12."""
     return {
         "num_attention_heads": 2,
         "attention_head_dim": 12,
@@ -65,7 +68,7 @@ def transformer_shape(**more: Any) -> dict[str, Any]:
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """Return the components of Wan 2.1."""
+    """Return the components of a tiny Wan 2.1 pipeline."""
     return {
         "tokenizer": t5_tokenizer(),
         "text_encoder": umt5_encoder(),
@@ -78,12 +81,18 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_two_experts() -> dict[str, Any]:
-    """Return the components of Wan 2.2, with separate transformers for high-noise and low-noise steps."""
+    """Return the components of a tiny Wan 2.2 pipeline.
+
+    It has separate transformers for high-noise and low-noise steps.
+    """
     return parts(transformer_2=diffusers.WanTransformer3DModel(**transformer_shape()), boundary_ratio=0.875)
 
 
 def parts_for_images() -> dict[str, Any]:
-    """Return the components for image-to-video; the transformer also receives image latents and a frame mask."""
+    """Return the components of a tiny Wan image-to-video pipeline.
+
+    The transformer also receives image latents and a frame mask.
+    """
     shape = transformer_shape(in_channels=2 * CHANNELS + TIME_SCALE, image_dim=IMAGE_WIDTH, added_kv_proj_dim=24)
     return parts(
         transformer=diffusers.WanTransformer3DModel(**shape),
@@ -93,20 +102,23 @@ def parts_for_images() -> dict[str, Any]:
 
 
 def parts_of_vace() -> dict[str, Any]:
-    """Return the components of VACE; its control branch receives two videos and a mask."""
+    """Return the components of a tiny Wan VACE pipeline.
+
+    The control branch of the transformer receives the latents of two videos and a mask.
+    """
     shape = transformer_shape(vace_layers=[0, 1], vace_in_channels=2 * CHANNELS + 2**2)
     return parts(transformer=diffusers.WanVACETransformer3DModel(**shape))
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """Return call arguments for five frames."""
+    """Return call arguments for a five-frame video."""
     return prompted(negative_prompt="blue", height=SIZE, width=SIZE, num_frames=FRAMES, max_sequence_length=32) | more
 
 
 def call_embedded(**more: Any) -> dict[str, Any]:
-    """Return call arguments with a prompt embedding, so that no prompt is cleaned.
+    """Return call arguments with prompt embeddings instead of a prompt.
 
-    Prompt cleaning requires ftfy, which is not a dependency.
+    Some pipelines clean prompts with ftfy, which is not a dependency of anyaccel.
     """
     embedded = {
         "prompt_embeds": embedding(1, 32, TEXT_WIDTH),
@@ -128,12 +140,18 @@ def call_halfway() -> dict[str, Any]:
 
 
 def parts_of_lucy() -> dict[str, Any]:
-    """Return the components of Lucy Edit, which concatenates the input video's latents to the noisy latents."""
+    """Return the components of a tiny Lucy Edit pipeline.
+
+    The transformer receives the noisy latents concatenated with the latents of the input video.
+    """
     return parts(transformer=diffusers.WanTransformer3DModel(**transformer_shape(in_channels=2 * CHANNELS)))
 
 
 def parts_of_chrono_edit() -> dict[str, Any]:
-    """Return the components of ChronoEdit, which generates the edited image as the last frame of a video."""
+    """Return the components of a tiny ChronoEdit pipeline.
+
+    ChronoEdit generates the edited image as the last frame of a video.
+    """
     base = parts_for_images()
     shape = transformer_shape(in_channels=2 * CHANNELS + TIME_SCALE, image_dim=IMAGE_WIDTH, added_kv_proj_dim=24)
     return base | {"transformer": diffusers.ChronoEditTransformer3DModel(**shape)}

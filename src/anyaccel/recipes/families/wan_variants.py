@@ -1,4 +1,7 @@
-"""Video models that use the Wan autoencoder and text encoder: Wan Animate and AnyFlow."""
+"""Recipes for tiny Wan Animate and AnyFlow pipelines.
+
+Both use the Wan autoencoder and text encoder.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ recipe = functools.partial(make_recipe, family="wan")
 
 
 def animate() -> dict[str, Any]:
-    """Return the components of Wan Animate, which animates a character from a face video and a pose video."""
+    """Return the components of a tiny Wan Animate pipeline.
+
+    It animates a character according to a face video and a pose video.
+    """
     shape = wan.transformer_shape(
         in_channels=2 * wan.CHANNELS + 4,
         latent_channels=wan.CHANNELS,
@@ -41,7 +47,7 @@ def animate() -> dict[str, Any]:
 
 
 def any_flow() -> dict[str, Any]:
-    """Return the components of AnyFlow, a flow-map model."""
+    """Return the components of a tiny AnyFlow pipeline, which uses a flow-map scheduler."""
     return wan.parts(
         transformer=diffusers.AnyFlowTransformer3DModel(**wan.transformer_shape()),
         scheduler=diffusers.FlowMapEulerDiscreteScheduler(),

@@ -1,4 +1,4 @@
-"""Z-Image: text-to-image, image-to-image, inpainting and ControlNet."""
+"""Recipes for tiny Z-Image pipelines: text-to-image, image-to-image, inpainting and ControlNet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ recipe = functools.partial(make_recipe, family="z-image")
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """Return the components of Z-Image."""
+    """Return the components of a tiny Z-Image pipeline."""
     return {
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         "vae": autoencoder_kl(scaling_factor=0.3611, shift_factor=0.1159),
@@ -42,7 +42,10 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def controlnet(*, channels: int) -> Any:
-    """Return the ControlNet, which shares its embedders with the transformer."""
+    """Return a tiny Z-Image ControlNet with `channels` input channels.
+
+    It shares its embedders with the transformer.
+    """
     return diffusers.ZImageControlNetModel(
         control_layers_places=[0, 1],
         control_refiner_layers_places=[0],

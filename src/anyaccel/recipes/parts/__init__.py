@@ -1,1 +1,1 @@
-"""Tiny components shared by recipes: text encoders, tokenizers, autoencoders and call arguments."""
+"""Shared parts of recipes: tiny encoders, tokenizers and autoencoders, and pipeline call arguments."""

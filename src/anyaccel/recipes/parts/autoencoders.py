@@ -1,4 +1,4 @@
-"""Tiny autoencoders."""
+"""Tiny image autoencoders that several recipes use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["autoencoder_kl", "movq"]
 
 
 def autoencoder_kl(*, latent_channels: int = 4, **more: Any) -> Any:
-    """Return a Stable Diffusion autoencoder with two levels: a 16-pixel image has 8-pixel latents."""
+    """Return a tiny Stable Diffusion autoencoder, which encodes a 16x16 image as 8x8 latents."""
     return diffusers.AutoencoderKL(
         **{
             "latent_channels": latent_channels,
@@ -24,7 +24,7 @@ def autoencoder_kl(*, latent_channels: int = 4, **more: Any) -> Any:
 
 
 def movq() -> Any:
-    """Return the Kandinsky VQ autoencoder, with decoder norms that are conditioned on the latents."""
+    """Return a tiny MoVQ autoencoder for Kandinsky, with decoder norms conditioned on the latents."""
     return diffusers.VQModel(
         block_out_channels=(32, 32),  # SpatialNorm always has 32 groups, whatever norm_num_groups is
         down_block_types=("DownEncoderBlock2D", "AttnDownEncoderBlock2D"),

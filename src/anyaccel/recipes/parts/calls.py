@@ -1,4 +1,4 @@
-"""Call arguments shared by recipes: prompt, seed, images and videos."""
+"""Pipeline call arguments shared by recipes: prompts, seeds, images and videos."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ __all__ = ["embedding", "generator", "make_image", "make_video", "mask", "prompt
 
 
 def generator() -> Any:
-    """Return a CPU generator with a fixed seed."""
+    """Return a CPU `torch.Generator` with a fixed seed."""
     # On the CPU, because devices draw other values from the same seed.
     return torch.Generator("cpu").manual_seed(7)
 
 
 def unprompted(**more: Any) -> dict[str, Any]:
-    """Return call arguments for two seeded steps with NumPy output."""
+    """Return call arguments without a prompt: two steps, a seeded generator and NumPy output."""
     # Two steps: multistep schedulers use the previous output only from the second one on.
     return {"num_inference_steps": 2, "generator": generator(), "output_type": "np"} | more
 
 
 def prompted(**more: Any) -> dict[str, Any]:
-    """Return call arguments for two seeded steps with a prompt and guidance."""
+    """Return call arguments with a prompt and guidance: two steps, a seeded generator and NumPy output."""
     return unprompted(prompt="a red fox", guidance_scale=5.0) | more
 
 
 def make_image(size: int, *, seed: int = 1) -> Any:
-    """Return a square image of colored blocks."""
+    """Return a square PIL image with random colors that depend only on the seed."""
     from PIL import Image
 
     blocks = numpy.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=numpy.uint8)
@@ -35,7 +35,7 @@ def make_image(size: int, *, seed: int = 1) -> Any:
 
 
 def mask(size: int) -> Any:
-    """Return an inpainting mask that covers the left half of the image."""
+    """Return a square inpainting mask that covers the left half of an image."""
     from PIL import Image
 
     half = numpy.zeros((size, size), dtype=numpy.uint8)
@@ -44,10 +44,10 @@ def mask(size: int) -> Any:
 
 
 def make_video(frames: int, size: int) -> list[Any]:
-    """Return a video as a list of frames."""
+    """Return a video as a list of square PIL images, each with different random colors."""
     return [make_image(size, seed=seed) for seed in range(frames)]
 
 
 def embedding(*shape: int, seed: int = 3) -> Any:
-    """Return seeded noise in the shape of an image or prompt embedding."""
+    """Return a tensor of seeded noise, for use as an image or prompt embedding."""
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed))

@@ -22,7 +22,7 @@ IMAGE_SIZE = 32
 
 
 def clip_vision_config(**more: Any) -> Any:
-    """Return the configuration for a CLIP image encoder with two layers of width 32."""
+    """Return the configuration for a tiny CLIP image encoder with two layers of width 32."""
     return transformers.CLIPVisionConfig(
         **{
             "hidden_size": IMAGE_WIDTH,
@@ -39,23 +39,23 @@ def clip_vision_config(**more: Any) -> Any:
 
 
 def clip_vision(**more: Any) -> Any:
-    """Return a CLIP image encoder with its projection."""
+    """Return a tiny CLIP image encoder with a projection layer."""
     return transformers.CLIPVisionModelWithProjection(clip_vision_config(**more))
 
 
 def clip_vision_model(**more: Any) -> Any:
-    """Return a CLIP image encoder without its projection, for pipelines that read hidden states."""
+    """Return a tiny CLIP image encoder without a projection layer, for pipelines that use hidden states."""
     return transformers.CLIPVisionModel(clip_vision_config(**more))
 
 
 def clip_image_processor(size: int = IMAGE_SIZE) -> Any:
-    """Return a CLIP image processor."""
+    """Return a CLIP image processor that resizes and crops images to `size` x `size` pixels."""
     # The default size is 224 pixels, which the tiny encoder does not accept.
     return transformers.CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
 
 
 def siglip_vision(**more: Any) -> Any:
-    """Return a SigLIP image encoder with two layers of width 32."""
+    """Return a tiny SigLIP image encoder with two layers of width 32."""
     return transformers.SiglipVisionModel(
         transformers.SiglipVisionConfig(
             **{
@@ -72,5 +72,5 @@ def siglip_vision(**more: Any) -> Any:
 
 
 def siglip_image_processor(size: int = IMAGE_SIZE) -> Any:
-    """Return a SigLIP image processor."""
+    """Return a SigLIP image processor that resizes images to `size` x `size` pixels."""
     return transformers.SiglipImageProcessor(size={"height": size, "width": size})

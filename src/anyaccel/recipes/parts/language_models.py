@@ -31,7 +31,10 @@ __all__ = [
 
 
 def decoder_arguments(vocabulary: dict[str, int], **more: Any) -> dict[str, Any]:
-    """Return configuration arguments for a decoder: two layers of width 32 with grouped-query attention."""
+    """Return configuration arguments for a tiny decoder.
+
+    It has two layers of width 32 and uses grouped-query attention.
+    """
     return {
         "vocab_size": len(vocabulary),
         "hidden_size": TEXT_WIDTH,
@@ -73,7 +76,7 @@ def _qwen_2_5_decoder(**more: Any) -> dict[str, Any]:
 
 
 def qwen_2_5_vl_text(**more: Any) -> Any:
-    """Return only the text decoder of a tiny Qwen2.5-VL model."""
+    """Return the text decoder of a tiny Qwen2.5-VL model, without the vision tower."""
     module = importlib.import_module("transformers.models.qwen2_5_vl")
     return module.Qwen2_5_VLTextModel(module.Qwen2_5_VLTextConfig(**_qwen_2_5_decoder(**more)))
 

@@ -1,4 +1,4 @@
-"""Tiny text encoders: CLIP, T5 and BERT."""
+"""Tiny text encoders: CLIP, T5, UMT5 and BERT."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXT_WIDTH = 32
 
 
 def clip_config(**more: Any) -> Any:
-    """Return the configuration for a CLIP text encoder with two layers of width 32."""
+    """Return the configuration for a tiny CLIP text encoder with two layers of width 32."""
     return transformers.CLIPTextConfig(
         **{
             "vocab_size": len(CLIP_VOCABULARY),
@@ -34,17 +34,17 @@ def clip_config(**more: Any) -> Any:
 
 
 def clip_text(**more: Any) -> Any:
-    """Return a CLIP text encoder."""
+    """Return a tiny CLIP text encoder without a projection layer."""
     return transformers.CLIPTextModel(clip_config(**more))
 
 
 def clip_text_with_projection(**more: Any) -> Any:
-    """Return a CLIP text encoder with its projection."""
+    """Return a tiny CLIP text encoder with a projection layer."""
     return transformers.CLIPTextModelWithProjection(clip_config(**more))
 
 
 def t5_encoder(**more: Any) -> Any:
-    """Return a T5 1.1 encoder with two layers of width 32."""
+    """Return a tiny T5 1.1 encoder with two layers of width 32."""
     return transformers.T5EncoderModel(
         transformers.T5Config(
             **{
@@ -63,7 +63,7 @@ def t5_encoder(**more: Any) -> Any:
 
 
 def umt5_encoder(**more: Any) -> Any:
-    """Return a multilingual T5 encoder (UMT5) with two layers of width 32."""
+    """Return a tiny UMT5 (multilingual T5) encoder with two layers of width 32."""
     return transformers.UMT5EncoderModel(
         transformers.UMT5Config(
             **{
@@ -80,7 +80,7 @@ def umt5_encoder(**more: Any) -> Any:
 
 
 def bert(**more: Any) -> Any:
-    """Return a BERT encoder with two layers of width 32."""
+    """Return a tiny BERT encoder with two layers of width 32."""
     return transformers.BertModel(
         transformers.BertConfig(
             **{

@@ -1,4 +1,4 @@
-"""Character-level and byte-level tokenizers, of the classes that the pipelines require."""
+"""Tiny character-level and byte-level tokenizers, in the tokenizer classes that pipelines require."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def byte_characters() -> list[str]:
 
 
 def make_vocabulary(tokens: list[str]) -> dict[str, int]:
-    """Return a vocabulary that maps each token to its index."""
+    """Return a dict that maps each token to its index in the list."""
     return {token: index for index, token in enumerate(tokens)}
 
 
@@ -109,21 +109,21 @@ CHAT_TEMPLATE = """\
 
 
 def clip_tokenizer(*, pad_token: str = "<|endoftext|>", max_length: int = 77) -> Any:
-    """Return a CLIP tokenizer: one token per letter, with start and end tokens."""
+    """Return a CLIP tokenizer with one token per byte and with start and end tokens."""
     return transformers.CLIPTokenizer(
         vocab=CLIP_VOCABULARY, merges=[], pad_token=pad_token, model_max_length=max_length
     )
 
 
 def t5_tokenizer(*, max_length: int = 512) -> Any:
-    """Return a T5 tokenizer: one token per letter, with an end token and zero padding."""
+    """Return a T5 tokenizer with one token per character, an end token and padding with token ID 0."""
     # Unigram pieces with log probabilities. All letters have the same one, special tokens have 0.
     pieces = [(token, 0.0 if token.startswith("<") and len(token) > 1 else -2.0) for token in T5_VOCABULARY]
     return transformers.T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=max_length)
 
 
 def qwen_tokenizer(*, max_length: int = 1024, **more: Any) -> Any:
-    """Return a Qwen tokenizer: one token per byte, with a chat template."""
+    """Return a Qwen tokenizer with one token per byte and a chat template."""
     return transformers.Qwen2Tokenizer(
         vocab=QWEN_VOCABULARY,
         merges=[],
@@ -135,19 +135,19 @@ def qwen_tokenizer(*, max_length: int = 1024, **more: Any) -> Any:
 
 
 def gemma_tokenizer(*, max_length: int = 512) -> Any:
-    """Return a Gemma tokenizer: one token per letter, with a start token and left padding."""
+    """Return a Gemma tokenizer with one token per character, a start token and left padding."""
     return transformers.GemmaTokenizer(
         vocab=GEMMA_VOCABULARY, merges=[], add_bos_token=True, model_max_length=max_length
     )
 
 
 def bert_tokenizer(*, max_length: int = 77) -> Any:
-    """Return a BERT tokenizer: one token per letter, with class and separator tokens."""
+    """Return a BERT tokenizer with one token per character and with `[CLS]` and `[SEP]` tokens."""
     return transformers.BertTokenizer(vocab=BERT_VOCABULARY, model_max_length=max_length)
 
 
 def glm_tokenizer(*, max_length: int = 1024) -> Any:
-    """Return a GLM tokenizer: one token per byte, with two prefix tokens and left padding."""
+    """Return a GLM tokenizer with one token per byte, two prefix tokens and left padding."""
     # Assembled here: transformers has no tokenizer class for GLM and loads its tokenizer.json with a generic one.
     library = importlib.import_module("tokenizers")
     backend = library.Tokenizer(library.models.BPE(vocab=GLM_VOCABULARY, merges=[]))
@@ -167,18 +167,18 @@ def glm_tokenizer(*, max_length: int = 1024) -> Any:
 
 
 def llama_tokenizer(*, max_length: int = 512, **more: Any) -> Any:
-    """Return a Llama tokenizer: one token per letter, with a start token."""
+    """Return a Llama tokenizer with one token per character and a start token."""
     return transformers.LlamaTokenizer(
         vocab=LLAMA_VOCABULARY, merges=[], add_bos_token=True, pad_token="<unk>", model_max_length=max_length, **more
     )
 
 
 def roberta_tokenizer(*, max_length: int = 77) -> Any:
-    """Return a RoBERTa tokenizer: one token per byte, with start and end tokens."""
+    """Return a RoBERTa tokenizer with one token per byte and with start and end tokens."""
     return transformers.RobertaTokenizer(vocab=ROBERTA_VOCABULARY, merges=[], model_max_length=max_length)
 
 
 def xlm_tokenizer(*, max_length: int = 77) -> Any:
-    """Return an XLM-RoBERTa tokenizer: one token per letter, with start and end tokens."""
+    """Return an XLM-RoBERTa tokenizer with one token per character and with start and end tokens."""
     pieces = [(token, -2.0) for token in XLM_VOCABULARY]
     return transformers.XLMRobertaTokenizer(vocab=pieces, model_max_length=max_length)

@@ -22,7 +22,7 @@ def draw_weights(module: Any, *, seed: int) -> None:
 
 
 def _shape_noise(name: str, noise: Any) -> Any:
-    """Convert noise to weights: centered at 1 for norm scales and at 0 for all other parameters."""
+    """Scale noise to parameter values with mean 1 for norm scales and mean 0 for other parameters."""
     # Divided by the square root of the fan-in, which keeps the variance of activations near 1.
     is_vector = noise.ndim == 0 or noise.shape[0] == noise.numel()
     if is_vector and name in SCALE_NAMES:

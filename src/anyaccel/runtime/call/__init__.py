@@ -1,1 +1,1 @@
-"""Calls to a placed pipeline: validation, warmup and the run itself."""
+"""Validation, warmup and execution of calls to a placed pipeline."""

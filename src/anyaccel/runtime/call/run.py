@@ -1,4 +1,4 @@
-"""One call to a placed pipeline: validate, split, run with the plan's workarounds, check for NaN, join."""
+"""Execution of one pipeline call: validation, batch splitting, workarounds and the NaN check."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ Call = Callable[..., Any]
 
 
 def run_call(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one call to a pipeline according to its plan."""
+    """Run one call to a placed pipeline with the plan's workarounds, and return the pipeline's output.
+
+    Calls from other threads wait, because a pipeline has only one scheduler.
+    """
     while True:
         with placement.lock:  # one call at a time, because a pipeline has one scheduler
             current = find_placement(pipe) or placement
@@ -110,7 +113,7 @@ def _run_request(pipe: Any, placement: Placement, call: Call, args: tuple[Any, .
 
 
 def _set_idle(pipe: Any, placement: Placement) -> None:
-    """Mark the pipeline as idle."""
+    """Record that no call is running, even if a callback placed the pipeline again during the call."""
     current = find_placement(pipe)  # another object if a callback placed the pipeline again
     placement.running = False
     if current is not None and current is not placement:
@@ -118,16 +121,17 @@ def _set_idle(pipe: Any, placement: Placement) -> None:
 
 
 def _attach_plan(result: Any, placement: Placement, request: CallRequest) -> None:
-    """Add `plan` and `seeds` to a result object; leave plain tuples unchanged."""
+    """Add `plan` and `seeds` attributes to a pipeline's output object; leave tuples unchanged."""
     if hasattr(result, "to_tuple"):
         plan = replace(placement.plan, report=replace(placement.report))  # later calls change the pipeline's report
         vars(result)["plan"], vars(result)["seeds"] = plan, request.seeds
 
 
 class _RequestNoise:
-    """The noise sources for a request, and the generator states at its start.
+    """Noise sources for one request, and the states of its generators when the request started.
 
-    Every chunk, and every rerun of a chunk, draws the same noise that the unsplit call would draw.
+    If the request is split into several pipeline calls, each call, and each rerun of a call, draws the
+    same noise that the unsplit call would draw.
     """
 
     def __init__(self, request: CallRequest) -> None:
@@ -146,7 +150,10 @@ class _RequestNoise:
             generator.set_state(state)
 
     def make_start(self, first: int, images: int) -> Callable[[CallRequest], tuple[CallRequest, NoiseSource]]:
-        """Return a function that resets the generators for a chunk and returns the chunk with its noise source."""
+        """Return a function that resets the generators and returns part of a request with its noise source.
+
+        The part consists of `images` images of the request, starting at image `first`.
+        """
 
         def start_noise(chunk: CallRequest) -> tuple[CallRequest, NoiseSource]:
             if chunk.seeds:
@@ -178,12 +185,15 @@ def _read_states(generators: Any) -> list[tuple[torch.Generator, torch.Tensor]]:
 
 
 def _needs_no_function_mode(placement: Placement, plan: Plan, source: NoiseSource) -> bool:
-    """Return whether a function mode would only slow down every torch call and have no other effect."""
+    """Return whether a call can run without a torch function mode, which slows down every torch call.
+
+    No mode is required on the CPU if there are no workarounds and the noise source is the default one.
+    """
     return is_host(placement.device) and not plan.workarounds.value and type(source) is NoiseSource
 
 
 class _ChunkRun:
-    """One run of a chunk, which is repeated in float32 if its outputs contain NaN or Inf."""
+    """One pipeline call, rerun with the failing model in float32 if its outputs contain NaN or Inf."""
 
     def __init__(self, pipe: Any, placement: Placement, call: Call, chunk: CallRequest, start: Any) -> None:
         self.pipe, self.placement, self.call, self.chunk, self.start = pipe, placement, call, chunk, start
@@ -191,7 +201,7 @@ class _ChunkRun:
         self.overlapped_copy = find_overlapped_copy(placement)
 
     def finish(self) -> Any:
-        """Run the chunk and return a finite result; raise `NotFiniteError` if NaN or Inf remain."""
+        """Run the call and return its output; raise `NotFiniteError` if a float32 rerun also fails."""
         result, outputs = self._run_once()
         if not self.placement.plan.check_finite.value:
             return result
@@ -220,7 +230,7 @@ class _ChunkRun:
 
     @contextmanager
     def _apply_plan(self, source: NoiseSource) -> Iterator[None]:
-        """Apply the noise source and the plan's workarounds inside the `with` block."""
+        """Use the noise source and apply the plan's workarounds inside the `with` block."""
         placement = self.placement
         plan = placement.call_plan
         set_input_adapters(self.components, plan, placement.device)
@@ -242,7 +252,10 @@ class _ChunkRun:
             yield
 
     def _recover(self, non_finite: list[str]) -> Any:
-        """Rerun with the failing model in float32; if that also fails, raise and name the first failing module."""
+        """Rerun the call with the failing model in float32; raise `NotFiniteError` if that also fails.
+
+        The error names the first module that produced NaN or Inf.
+        """
         if self.placement.shared:
             raise NotFiniteError(
                 f"the image contains NaN or Inf: {non_finite[0]} produced them on {self.placement.plan.device}",
@@ -274,7 +287,10 @@ class _ChunkRun:
         )
 
     def _cast(self, component: torch.nn.Module, dtype: torch.dtype, inputs: torch.dtype | None) -> None:
-        """Cast a model and its inputs; offloaded weights are cast on the CPU and offloaded again."""
+        """Cast a model to `dtype`, and let its input adapters cast floating-point inputs to `inputs`.
+
+        Offloaded weights are moved to the CPU, cast there and offloaded again.
+        """
         with weights_on_cpu(self.pipe), drop_log_records(*FLOAT32_ADVICE):
             component.to(dtype)
             if inputs is None:

@@ -1,4 +1,4 @@
-"""Validation before a call runs: invalid calls fail early and leave the pipeline usable."""
+"""Checks that reject an invalid pipeline call before it runs, so the pipeline remains usable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["find_size_multiple", "validate_call"]
 
 
 def validate_call(placement: Placement, request: CallRequest) -> None:
-    """Raise an `AnyaccelError` with a hint if a request cannot run."""
+    """Raise an `AnyaccelError` if the device is unavailable or the request's arguments are invalid."""
     if not is_available(placement.plan.device):
         raise DeviceUnavailableError(
             f"{placement.plan.device} is no longer available", hint='place the pipeline again: pipe.to("auto")'
@@ -43,7 +43,10 @@ def _check_size(request: CallRequest) -> None:
 
 
 def _check_generators(request: CallRequest) -> None:
-    """Raise if a list of generators does not contain exactly one generator per image."""
+    """Raise if the length of a list of generators does not match the number of images.
+
+    Without a prompt, the number of images is only a lower bound, so extra generators are accepted.
+    """
     generators = request.arguments.get("generator")
     if not isinstance(generators, list | tuple):
         return
@@ -58,6 +61,6 @@ def _check_generators(request: CallRequest) -> None:
 
 
 def find_size_multiple(pipe: Any) -> int | None:
-    """Return the number that must divide height and width (the VAE scale factor); None if unknown."""
+    """Return the VAE scale factor, which must divide height and width; return None if it is unknown."""
     factor = getattr(pipe, "vae_scale_factor", None)
     return factor if isinstance(factor, int) and factor > 0 else None

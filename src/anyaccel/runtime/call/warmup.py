@@ -1,4 +1,4 @@
-"""Warmup: run one step at each image size, so one-time work such as compilation precedes the first image."""
+"""Warmup runs, which do one-time work such as compilation before the first image is generated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ _INPUT_IMAGE_SIDE = 64
 
 
 def warm_up(pipe: Any, shapes: Any, arguments: dict[str, Any]) -> None:
-    """Run one step per size with a single progress bar; a size is `(height, width)` or a dict of call arguments."""
+    """Run one denoising step for each size in `shapes`, with a single progress bar.
+
+    A size is `(height, width)` or a dict of call arguments. Without `shapes`, run one step with
+    `arguments` only. Raise `UsageError` if `shapes` is empty.
+    """
     from tqdm.auto import tqdm
 
     calls = [{**arguments, **_read_shape(shape)} for shape in ([None] if shapes is None else shapes)]
@@ -32,7 +36,7 @@ def warm_up(pipe: Any, shapes: Any, arguments: dict[str, Any]) -> None:
 
 
 def run_one_step(pipe: Any, arguments: dict[str, Any]) -> None:
-    """Run one step with these arguments and with defaults for any missing required arguments."""
+    """Run one denoising step with the given call arguments and placeholders for missing required ones."""
     accepts = _list_arguments(pipe)
     call = {**_make_required(accepts, arguments), **arguments}
     if "num_inference_steps" in accepts:
@@ -60,7 +64,7 @@ def preserving_state(pipe: Any) -> Iterator[None]:
 
 
 def _list_arguments(pipe: Any) -> set[str]:
-    """Return the names of a pipeline's call arguments; for a modular pipeline, those of its blocks."""
+    """Return the names of a pipeline's call arguments and, if it is modular, of its blocks' inputs."""
     import inspect
 
     names = set(inspect.signature(pipe.__call__).parameters)
@@ -69,7 +73,7 @@ def _list_arguments(pipe: Any) -> set[str]:
 
 
 def _make_required(accepts: set[str], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return placeholders for missing required arguments: prompt, gray image, mask and strength."""
+    """Return placeholders for missing required arguments: a prompt, a gray image, a mask and a strength."""
     from PIL import Image
 
     required: dict[str, Any] = {}
@@ -87,7 +91,7 @@ def _make_required(accepts: set[str], arguments: dict[str, Any]) -> dict[str, An
 
 
 def _read_shape(shape: Any) -> dict[str, Any]:
-    """Convert a shape to call arguments: `(512, 768)` is height and width; a dict is used as is."""
+    """Convert `(height, width)`, a dict or None to call arguments; raise `UsageError` for other values."""
     if shape is None:
         return {}
     if isinstance(shape, dict):

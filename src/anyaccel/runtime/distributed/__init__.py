@@ -1,1 +1,1 @@
-"""One pipeline on several devices: parallel models and split classifier-free guidance."""
+"""Pipelines on several devices, with parallel models or split classifier-free guidance."""

@@ -1,7 +1,7 @@
-"""Classifier-free guidance on two ranks: each rank runs one half of every batch.
+"""Classifier-free guidance on two ranks, each of which runs half of every batch.
 
-Pipelines with a UNet, and many with a transformer, run the conditional and unconditional halves as one
-batch.
+This is possible because pipelines with a UNet, and many with a transformer, pass the conditional
+and unconditional inputs to the model as one batch.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _HALF_PRECISION_TOLERANCE = 5e-2
 
 
 def split_cfg_over_ranks(model: torch.nn.Module, *, required: bool) -> None:
-    """Split every batch of a model across two ranks, one half each.
+    """Split each batch that a model receives across two ranks.
 
-    If the halves do not reproduce the result of the whole batch, raise an error if the split is `required`;
-    otherwise, run unsplit batches.
+    If the joined halves differ from the unsplit result, raise `UsageError` when `required` is set;
+    otherwise, log a warning and stop splitting batches.
     """
     first = next(iter(inspect.signature(model.forward).parameters))
     set_override(model, Slot.CFG_SPLIT, _CfgSplit(first, required))
 
 
 class _CfgSplit:
-    """An override of a model's forward that runs one half of each batch per rank."""
+    """A `forward` override that runs half of each batch on each of two ranks."""
 
     def __init__(self, first: str, required: bool) -> None:
         self.first, self.required = first, required
@@ -72,7 +72,10 @@ class _CfgSplit:
         return map_tensors(half, _gather_halves)
 
     def _compare(self, forward: Forward, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the first batch of each size whole and in halves, compare the outputs, and return the unsplit one."""
+        """Run the first batch of each size both whole and in halves, and return the unsplit output.
+
+        If the outputs differ, raise `UsageError` or stop splitting batches.
+        """
         # Some models mix the rows of a batch, for example with attention across the images of a batch.
         whole = forward(*args, **kwargs)
         try:
@@ -104,7 +107,10 @@ class _CfgSplit:
 
 
 def _is_batched(tensor: torch.Tensor, rows: int) -> bool:
-    """Return whether a tensor's first dimension is the batch size or the batch size times the number of frames."""
+    """Return whether a tensor's first dimension is a multiple of the batch size.
+
+    The dimension is either the batch size or, for videos, the batch size times the number of frames.
+    """
     # More than two dimensions for batch times frames: a table of positions has two and can have any length.
     return tensor.dim() > 0 and (tensor.shape[0] == rows or (tensor.dim() > 2 and tensor.shape[0] % rows == 0))
 

@@ -1,4 +1,4 @@
-"""One model on several devices: one process per device, with the denoisers split by diffusers.
+"""Denoisers that are split across several devices, with one process per device.
 
 Each rank runs the same program. Text encoders and the VAE run unsplit on every rank, and all ranks
 return the same image.
@@ -60,7 +60,10 @@ _MAX_WEIGHTS_SHARE = 0.8
 
 
 def count_ranks() -> int:
-    """Return the number of ranks from the process group or, before it exists, from torchrun's variables."""
+    """Return the world size from the process group or from torchrun's environment variables.
+
+    Return 1 if neither exists.
+    """
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_world_size()
@@ -68,7 +71,11 @@ def count_ranks() -> int:
 
 
 def read_ranks(opened: OpenDevice, facts: PipelineFacts, options: PlacementOptions) -> Ranks:
-    """Return the facts about the ranks that a plan depends on."""
+    """Return the facts about the ranks that the planner needs to choose a parallel strategy.
+
+    These are the number of ranks, the device types that support tensor parallelism, and whether the
+    weights fit on one device.
+    """
     if options.parallel is None:
         return Ranks()
     device_types = read_tensor_parallel_devices()
@@ -89,7 +96,7 @@ def _fits_one_device(opened: OpenDevice, facts: PipelineFacts, options: Placemen
 
 
 def open_rank_device(opened: OpenDevice, requested: Any) -> OpenDevice:
-    """Return the device with the index `LOCAL_RANK`, unless an index was requested."""
+    """Return the device for this rank, with index `LOCAL_RANK` unless the user requested an index."""
     local, name = int(os.environ.get("LOCAL_RANK", 0)), opened.sheet.name
     if isinstance(requested, int | OpenDevice):
         return opened
@@ -102,7 +109,7 @@ def open_rank_device(opened: OpenDevice, requested: Any) -> OpenDevice:
 
 
 def join_ranks(opened: OpenDevice, plan: Plan) -> None:
-    """Join the process group; raise if the ranks do not all have the same plan."""
+    """Join the process group; raise `UsageError` if the ranks have different plans."""
     distributed = torch.distributed
     facts = opened.sheet.distributed
     assert isinstance(facts, Distributed)
@@ -189,7 +196,7 @@ def _make_mesh(kind: str, split: Split) -> Any:
 
 
 def share_noise(request: CallRequest) -> CallRequest:
-    """Return the request with rank 0's seeds and generator states, so all ranks draw the same noise."""
+    """Set the generators on all ranks to rank 0's states; return the request with rank 0's seeds."""
     passed = request.arguments.get("generator")
     generators = [
         torch.default_generator,
@@ -204,7 +211,10 @@ def share_noise(request: CallRequest) -> CallRequest:
 
 
 def run_split(pipe: Any, split: Split | None, run: Callable[[], T]) -> T:
-    """Run a call; rerun it with uneven shards if a sequence length is not divisible by the number of ranks."""
+    """Run a call, and rerun it with uneven shards if a sequence cannot be split evenly across ranks.
+
+    Raise `UsageError` if a sequence is too short for the number of ranks.
+    """
     # Uneven shards exchange their sizes at every attention, so they are enabled only when a call needs them:
     # https://github.com/huggingface/diffusers/pull/12996
     try:

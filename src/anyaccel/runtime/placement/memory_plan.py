@@ -1,4 +1,4 @@
-"""Memory planning for a call: predict its peak before it runs, and choose the first memory settings that fit."""
+"""Memory planning: predict a call's peak memory and choose the fastest settings that fit."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _SHAPELESS_ARGUMENTS = ("generator", "callback", "callback_on_step_end", "callba
 
 @dataclass(frozen=True)
 class CallPlan:
-    """The memory settings for one call, with the memory forecast."""
+    """The memory settings chosen for one call, with the predicted memory use."""
 
     decision: Decision[MemoryRule]
     forecast: Forecast | None = None
@@ -68,7 +68,10 @@ class CallPlan:
 
 
 def find_capacity(pipe: Any, placement: Placement) -> int | None:
-    """Return the bytes available to the pipeline on its device, including those it already uses; None if unknown."""
+    """Return the bytes available to a pipeline on its device, or None if they cannot be measured.
+
+    Memory that the pipeline's weights already use on the device counts as available.
+    """
     driver = placement.opened.driver
     try:
         driver.empty_cache()
@@ -88,7 +91,7 @@ def _bytes_on(device: torch.device, component: Any) -> int:
 
 
 def find_default_side(pipe: Any) -> int:
-    """Return the default side length of a pipeline's images in pixels; 1024 if the pipeline has no default."""
+    """Return the default side length of a pipeline's images in pixels, or 1024 if there is no default."""
     scale = getattr(pipe, "vae_scale_factor", None)
     scale = scale if isinstance(scale, int) else 1  # without an autoencoder the denoiser works on pixels
     models = [getattr(pipe, name, None) for name in ("unet", "transformer")]
@@ -99,7 +102,7 @@ def find_default_side(pipe: Any) -> int:
 
 
 def supports_tiling(pipe: Any) -> bool:
-    """Return whether any model in the pipeline supports slicing and tiling."""
+    """Return whether any model in the pipeline, such as the VAE, supports tiling."""
     components = find_components(pipe).values()
     return any(
         isinstance(component, torch.nn.Module) and hasattr(component, "enable_tiling") for component in components
@@ -125,9 +128,10 @@ def list_pipeline_rules(
     *,
     unified_memory: bool,
 ) -> list[MemoryRule]:
-    """Return the memory settings to try for a number of images, fastest first.
+    """Return the memory settings to try when generating `images` images, fastest first.
 
-    `images_per_call` is the batch size of each model call; None allows settings that split the batch.
+    `images_per_call` is the number of images per pipeline call that the plan requires. None allows
+    settings that split the batch.
     """
     whole = images_per_call is not None and images_per_call >= images
     options = replace(options, images_per_call=None if whole else images_per_call)
@@ -138,7 +142,7 @@ def list_pipeline_rules(
 
 
 def list_call_rules(pipe: Any, placement: Placement, images: int) -> list[MemoryRule]:
-    """Return the memory settings to try for a call with a number of images, fastest first."""
+    """Return the memory settings to try for a call that generates `images` images, fastest first."""
     options = placement.options
     if placement.offloaded_by_user:  # the user chose the residence
         options = replace(options, memory=placement.residence)
@@ -153,7 +157,10 @@ def list_call_rules(pipe: Any, placement: Placement, images: int) -> list[Memory
 
 
 def plan_weights(pipe: Any, placement: Placement) -> Decision[MemoryRule]:
-    """Return the memory settings to use before an image size is known; raise if the requested mode cannot fit."""
+    """Return the memory settings for a pipeline's weights, before any image size is known.
+
+    Raise `DoesNotFitError` if all weights must be on the device and do not fit.
+    """
     split = placement.plan.parallel.value
     weights = {
         component.name: count_rank_parameters(component, split) * _bytes_per_parameter(component.name, placement)
@@ -185,7 +192,11 @@ def _bytes_per_parameter(name: str, placement: Placement) -> int:
 
 
 def plan_call(pipe: Any, placement: Placement, request: CallRequest, rules: list[MemoryRule]) -> CallPlan:
-    """Return the first memory settings that fit a call, or those planned for the weights if it cannot be traced."""
+    """Return the first of the given memory settings that is predicted to fit a call.
+
+    If the call cannot be traced, return the settings planned for the weights. Raise `DoesNotFitError`
+    if no settings fit.
+    """
     capacity = find_capacity(pipe, placement)
     default = _find_default_rule(placement.weights_rule, rules)
     # Tracing takes seconds, so calls that obviously fit are not traced.
@@ -203,7 +214,7 @@ def plan_call(pipe: Any, placement: Placement, request: CallRequest, rules: list
 
 
 def _find_default_rule(weights_rule: Decision[MemoryRule], rules: list[MemoryRule]) -> Decision[MemoryRule]:
-    """Return the first memory settings that use the memory mode planned for the weights."""
+    """Return the first of the given memory settings that uses the memory mode planned for the weights."""
     residence = weights_rule.value.residence
     rule = next((rule for rule in rules if rule.residence == residence), rules[0])
     return Decision(rule, weights_rule.reason)
@@ -217,7 +228,7 @@ def make_does_not_fit_error(
     rules: list[MemoryRule] | None = None,
     capacity: int | None = None,
 ) -> DoesNotFitError:
-    """Return the error for a call that does not fit with any memory settings; the hint names a size that fits."""
+    """Return the error for a call that does not fit; its hint names a smaller size that fits, if any."""
     smaller = _find_smaller(pipe, placement, request, rules, capacity) if rules and capacity else None
     hint = f"use {smaller[0]} × {smaller[1]}, which fits" if smaller else "use a device with more memory"
     return DoesNotFitError(
@@ -228,7 +239,7 @@ def make_does_not_fit_error(
 def _find_smaller(
     pipe: Any, placement: Placement, request: CallRequest, rules: list[MemoryRule], capacity: int
 ) -> tuple[int, int] | None:
-    """Scale both sides by 3/4, 1/2, 3/8 and 1/4 in turn; return the first size that fits, or None."""
+    """Try image sizes scaled by 3/4, 1/2, 3/8 and 1/4; return the first that fits, or None."""
     width, height = request.arguments.get("width"), request.arguments.get("height")
     multiple = 2 * getattr(pipe, "vae_scale_factor", 8)
     for share in (3 / 4, 1 / 2, 3 / 8, 1 / 4):
@@ -246,7 +257,7 @@ def _find_smaller(
 
 
 def _fits_easily(pipe: Any, placement: Placement, request: CallRequest, capacity: int) -> bool:
-    """Return whether a rough upper bound on the call's memory use fits in device memory."""
+    """Return whether a call certainly fits in device memory, based on a rough upper bound."""
     plan = placement.plan
     element = int(getattr(torch, plan.dtype.value).itemsize)
     weights = sum(component.parameters for component in read_facts(pipe).components) * element

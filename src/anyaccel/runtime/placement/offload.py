@@ -1,8 +1,9 @@
-"""Memory modes: which weights are on the device during a call (all, or those of one phase, model or layer).
+"""Memory modes: keep all weights on the device, or only those of one phase, model or layer.
 
-`component` is diffusers' model CPU offload. `layer` is diffusers' group offloading on devices with their own memory
-(`group_offload`). On devices that share memory with the CPU, moving weights to the CPU frees nothing, so `phase` and
-`layer` read weights from disk: `phase` with the hook in this module, `layer` with accelerate's `disk_offload`.
+`component` is diffusers' model CPU offload. `layer` is diffusers' group offloading on devices with
+their own memory (`group_offload`). On devices that share memory with the CPU, moving weights to the
+CPU frees no memory, so `phase` and `layer` read weights from disk: `phase` with the hook in this
+module, `layer` with accelerate's `disk_offload`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _OFFLOADER = "_anyaccel_offloader"
 
 
 def set_residence(pipe: Any, residence: Residence, device: torch.device, opened: OpenDevice) -> None:
-    """Apply a memory mode to a pipeline whose weights are all on the CPU."""
+    """Apply a memory mode to a pipeline; all of its weights must be on the CPU."""
     with being_offloaded(pipe), torch.no_grad():
         if residence == "resident":
             pipe.to(device, silence_dtype_warnings=True, hpu_migration=False)
@@ -81,7 +82,7 @@ def has_unstreamed_weights(pipe: Any) -> bool:
 
 
 def end_phase(pipe: Any, *, failed: bool = False) -> None:
-    """Release the weights of the last phase, and any layers that a call left on the device."""
+    """At the end of a call, release the weights loaded from disk and any layers left on the device."""
     offloader = vars(pipe).get(_OFFLOADER)
     if isinstance(offloader, _PhaseOffloader):
         offloader.release_all()
@@ -90,7 +91,7 @@ def end_phase(pipe: Any, *, failed: bool = False) -> None:
 
 
 def find_lost_change(pipe: Any) -> str | None:
-    """Return the name of a model whose offloaded weights the user changed without effect, or None."""
+    """Return the name of a model with changes to offloaded weights that would be lost, or None."""
     for name, component in find_components(pipe).items():
         if not isinstance(component, torch.nn.Module):
             continue
@@ -110,7 +111,7 @@ def find_lost_change(pipe: Any) -> str | None:
 
 
 def make_lost_change_error(name: str) -> UsageError:
-    """Return the error for a change to offloaded weights, which would have no effect."""
+    """Return the error for a model with weights that were changed while they were offloaded."""
     return UsageError(
         f"the weights of {name} were changed while they were offloaded, and the change is lost",
         hint='restore them with pipe.to("cpu", memory="resident"), change them there, then place the pipeline again; '
@@ -148,7 +149,7 @@ def _offload_to_disk(pipe: Any, device: torch.device, *, by_layer: bool) -> None
 
 
 class _PhaseOffloader:
-    """The currently loaded models of a pipeline, and the folder that stores the weights of all its models.
+    """A manager that loads a pipeline's models from disk and releases them after each phase.
 
     There are two phases: one for the denoisers and one for all other models.
     """
@@ -160,7 +161,7 @@ class _PhaseOffloader:
         self.remove_files = weakref.finalize(pipe, remove_weights_folder, self.folder, lock)
 
     def load(self, name: str, weights: _DiskWeights) -> None:
-        """Load the weights of a model, after releasing the models of the other phase."""
+        """Load a model's weights from disk, after releasing the models of the other phase."""
         if name in self.loaded:
             return
         for other in list(self.loaded):
@@ -170,7 +171,7 @@ class _PhaseOffloader:
         weights.read(self.device)
 
     def release_all(self) -> None:
-        """Release the weights of all models."""
+        """Release the weights of all loaded models."""
         while self.loaded:
             self.loaded.popitem()[1].release()
 
@@ -185,21 +186,21 @@ class _LoadFromDiskHook(ModelHook):  # type: ignore[misc]
         self.execution_device = offloader.device
 
     def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Write the weights to disk and release them."""
+        """Write the model's weights to disk and replace them with meta tensors."""
         self.weights = _DiskWeights(self.offloader.folder / f"{self.name}.safetensors", module)
         self.weights.write()
         self.weights.release()
         return module
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Load the weights before the model runs."""
+        """Load the model's weights from disk; raise if they were changed while they were offloaded."""
         if self.weights.has_lost_change():  # for example in a callback; reading the file would hide it
             raise make_lost_change_error(self.name)
         self.offloader.load(self.name, self.weights)
         return args, kwargs
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Load the weights back onto the CPU."""
+        """Load the model's weights from disk onto the CPU when the hook is removed."""
         self.offloader.loaded.pop(self.name, None)
         self.weights.release()
         self.weights.read(torch.device("cpu"))
@@ -207,10 +208,11 @@ class _LoadFromDiskHook(ModelHook):  # type: ignore[misc]
 
 
 class _DiskWeights:
-    """A model's weights in a file, with the modules that own each weight.
+    """A model's weights in a file, and the modules that own each weight.
 
-    Owners are stored as modules, not names, because an adapter that wraps a layer changes the layer's name. Weights
-    that were added later, such as adapter weights, are not in the file and move between the CPU and the device.
+    Owners are stored as modules, not names, because an adapter that wraps a layer changes the layer's
+    name. Weights that are added later, such as adapter weights, are not in the file. They move between
+    the CPU and the device.
     """
 
     def __init__(self, path: Path, model: torch.nn.Module) -> None:
@@ -225,7 +227,10 @@ class _DiskWeights:
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, self.path)
 
     def release(self) -> None:
-        """Replace the weights with meta tensors; move buffers and weights that are not in the file to the CPU."""
+        """Replace the weights with meta tensors, after saving any changes to the file.
+
+        Buffers, and weights that are not in the file, move to the CPU.
+        """
         # Inference tensors have no version counter: https://github.com/pytorch/pytorch/pull/54403
         with torch.inference_mode(False), torch.no_grad():
             if any(self._was_changed(key) for key in self.read_weights):
@@ -238,7 +243,7 @@ class _DiskWeights:
             self._move_others(torch.device("cpu"))
 
     def has_lost_change(self) -> bool:
-        """Return whether weights were modified after they were released, so the change would be lost."""
+        """Return whether weights were modified after their release, in which case the change is lost."""
         weights = (_get(owners) for owners in self.owners.values())
         return any(weight.is_meta and read_version(weight) > 0 for weight in weights)
 
@@ -247,7 +252,7 @@ class _DiskWeights:
         return _get(self.owners[key]) is not original or read_version(original) != version
 
     def read(self, device: torch.device) -> None:
-        """Load the weights onto a device."""
+        """Load the weights from the file onto a device."""
         with torch.inference_mode(False), torch.no_grad():  # as in `release`
             self._read(device)
 
@@ -277,7 +282,10 @@ class _DiskWeights:
 
 
 def _find_owners(model: torch.nn.Module) -> dict[str, list[tuple[torch.nn.Module, str]]]:
-    """Map the first path of each weight to its owners (module and attribute name); a tied weight has several."""
+    """Map each weight's name to its owners, which are pairs of a module and an attribute name.
+
+    A tied weight has several owners. Its key is the first of its names.
+    """
     keys: dict[int, str] = {}
     owners: dict[str, list[tuple[torch.nn.Module, str]]] = {}
     for path, module in model.named_modules():

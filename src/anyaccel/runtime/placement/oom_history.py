@@ -1,4 +1,4 @@
-"""Outcomes of out-of-memory retries: the memory settings that a call required, persisted across processes."""
+"""Memory settings with which out-of-memory retries succeeded, persisted across processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OUTCOMES: dict[str, tuple[MemoryRule, int]] = {}
 
 
 def save_outcome(key: str, rule: MemoryRule, capacity_bytes: int | None) -> None:
-    """Store the memory settings that a call required, in this process and, if the cache is writable, in a file."""
+    """Store the memory settings with which a call succeeded, in this process and, if possible, on disk."""
     _OUTCOMES[key] = (rule, capacity_bytes or 0)
     path = _path(key)
     try:
@@ -40,12 +40,15 @@ def save_outcome(key: str, rule: MemoryRule, capacity_bytes: int | None) -> None
 
 
 def has_outcome() -> bool:
-    """Return whether any outcome is stored; this check is cheaper than building a key."""
+    """Return whether any outcome may be stored, which is cheaper to check than building a key."""
     return bool(_OUTCOMES) or _folder().is_dir()
 
 
 def load_outcome(key: str, capacity_bytes: int | None) -> MemoryRule | None:
-    """Return the memory settings that an earlier call required, unless the device has more memory now."""
+    """Return the memory settings stored for a key, or None.
+
+    Stored settings are ignored if the device has more memory available now.
+    """
     outcome = _OUTCOMES.get(key) or _read(key)
     if outcome is None or (capacity_bytes or 0) > outcome[1] * _MARGIN:
         return None

@@ -52,7 +52,11 @@ Run = Callable[[CallRequest, int, int], Any]
 
 
 def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, run: Run) -> list[Any]:
-    """Run all chunks of a request and return their results; images finished before an error are not rerun."""
+    """Run a request, split as its memory settings require, and return a list of results.
+
+    After an out-of-memory error, try the next memory settings without regenerating finished images.
+    Raise `DoesNotFitError` if no settings remain.
+    """
     _check_weights(pipe, placement)
     before = placement.memory_rule
     rules = list_call_rules(pipe, placement, request.images)
@@ -98,7 +102,7 @@ def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, run
 
 
 def _check_weights(pipe: Any, placement: Placement) -> None:
-    """Raise if offloaded weights were changed; start streaming newly added parameters."""
+    """Raise if changes to offloaded weights would be lost; include newly added parameters in streaming."""
     changed = find_lost_change(pipe) if placement.residence in ("phase", "layer") else None
     if changed is not None:
         raise make_lost_change_error(changed)
@@ -108,7 +112,7 @@ def _check_weights(pipe: Any, placement: Placement) -> None:
 
 @contextmanager
 def weights_on_cpu(pipe: Any) -> Iterator[None]:
-    """Restore offloaded weights to the CPU inside the `with` block."""
+    """Move offloaded weights to the CPU for the duration of the `with` block, then offload them again."""
     placement = find_placement(pipe)
     residence = placement.residence if placement is not None else None
     if placement is None or residence not in ("phase", "layer"):
@@ -132,7 +136,7 @@ def _offload_after_failure(pipe: Any, placement: Placement) -> None:
 
 
 def _choose_rule(pipe: Any, placement: Placement, request: CallRequest, rules: list[MemoryRule]) -> CallPlan:
-    """Return the plan for a call: from an earlier call of the same shape, a stored outcome or a new forecast."""
+    """Return the memory plan for a call, from an earlier call, a stored outcome or a new forecast."""
     shape = shape_of(request)
     if placement.plan.parallel.value is not None:
         return CallPlan(Decision(rules[0], placement.weights_rule.reason))
@@ -187,7 +191,7 @@ def apply_rule(pipe: Any, placement: Placement, decision: Decision[MemoryRule], 
 
 
 def move_weights(pipe: Any, placement: Placement, residence: Residence) -> None:
-    """Move the weights to where the given memory mode requires them."""
+    """Switch a pipeline to another memory mode, after removing compiled code and captured graphs."""
     placement.residence = None  # unknown if the move is interrupted
     remove_speedups(pipe, placement)
     move_to_cpu(pipe)  # outside of the function mode, which moves CPU tensors to a device that may be full
@@ -197,7 +201,10 @@ def move_weights(pipe: Any, placement: Placement, residence: Residence) -> None:
 
 
 def _restore(pipe: Any, placement: Placement, before: Decision[MemoryRule]) -> None:
-    """Restore the memory settings used before a failed call; if they no longer fit, leave the weights on the CPU."""
+    """Restore the memory settings that were used before a failed call.
+
+    If they no longer fit, leave the weights on the CPU.
+    """
     free_memory(placement)
     try:
         apply_rule(pipe, placement, before)
@@ -209,7 +216,7 @@ def _restore(pipe: Any, placement: Placement, before: Decision[MemoryRule]) -> N
 
 
 def clear_traceback_frames(error: BaseException) -> None:
-    """Release the local variables held by a traceback, including those of chained exceptions."""
+    """Clear the local variables in an exception's traceback, including those of chained exceptions."""
     # A traceback references its frames, and they reference tensors on the device:
     # https://github.com/pytorch/pytorch/issues/27600
     current: BaseException | None = error
@@ -219,7 +226,7 @@ def clear_traceback_frames(error: BaseException) -> None:
 
 
 def free_memory(placement: Placement) -> None:
-    """Release unreachable tensors and the device's cached memory."""
+    """Free unreachable tensors and empty the device's memory cache."""
     release_unreachable()
     try:
         placement.opened.driver.empty_cache()

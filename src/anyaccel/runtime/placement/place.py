@@ -62,7 +62,10 @@ Device = str | int | torch.device | OpenDevice
 
 
 def resolve_device(device: Device | None, options: PlacementOptions) -> OpenDevice:
-    """Set the environment variables that the vendor's software reads, then open a device; None means the CPU."""
+    """Set the environment variables that the vendor's software reads, then open the device.
+
+    If `device` is None, open the CPU.
+    """
     if isinstance(device, OpenDevice):
         _set_variables(device.sheet, options)
         return device
@@ -77,7 +80,10 @@ def resolve_device(device: Device | None, options: PlacementOptions) -> OpenDevi
 
 
 def _set_variables(sheet: Sheet, options: PlacementOptions) -> None:
-    """Set the environment variables that the vendor's software reads, for the rest of the process."""
+    """Set the environment variables that the vendor's software reads, for the rest of the process.
+
+    Raise `UsageError` if the software was already imported with a different value.
+    """
     for variable in sheet.variables:
         disabled = variable.switch and not getattr(options, variable.switch)
         if variable.value and not disabled:
@@ -124,8 +130,8 @@ def place_pipeline(
 ) -> None:
     """Plan a pipeline for a device and move it there; `move(device, dtype)` is diffusers' own `to`.
 
-    `offloaded` is the memory mode if the user enabled offloading with a diffusers method. Pass `dtype` if the dtype
-    is already decided.
+    `offloaded` is the memory mode if the user enabled offloading with a diffusers method. `dtype` is
+    the dtype decision if one was already made.
     """
     before = find_placement(pipe)
     dtypes = {name: requested[name] for name in ("dtype", "smallest_dtype") if requested.get(name) is not None}
@@ -175,7 +181,7 @@ def place_pipeline(
 
 
 def _undo(pipe: Any, before: Placement | None) -> None:
-    """Remove the speedups of the earlier placement and restore its offloaded weights to the CPU."""
+    """Remove the earlier placement's speedups and move its offloaded weights to the CPU."""
     remove_speedups(pipe, before)
     offloaded_by_plan = before is not None and before.residence != "resident" and not before.offloaded_by_user
     if offloaded_by_plan or any(is_streamed(model) for model in find_models(pipe).values()):
@@ -186,7 +192,7 @@ def _undo(pipe: Any, before: Placement | None) -> None:
 
 @contextmanager
 def _dropping_placement_on_error(pipe: Any) -> Iterator[None]:
-    """Remove the earlier placement if the move fails, because some weights may already be moved or cast."""
+    """Remove the pipeline's placement if the `with` block raises, because weights may be partly moved."""
     try:
         yield
     except BaseException:  # including KeyboardInterrupt
@@ -195,7 +201,10 @@ def _dropping_placement_on_error(pipe: Any) -> Iterator[None]:
 
 
 def place_in_smaller_dtype(pipe: Any, placement: Placement, error: DoesNotFitError) -> bool:
-    """Place a pipeline again in the smaller dtype allowed by `smallest_dtype`; return False if there is none."""
+    """Place a pipeline again in the smaller dtype that `smallest_dtype` allows.
+
+    Return False if there is no such dtype.
+    """
     chosen = placement.plan.dtype.value
     smaller = find_smaller_dtype(placement.opened.sheet, chosen, placement.options)
     if smaller is None:
@@ -205,12 +214,12 @@ def place_in_smaller_dtype(pipe: Any, placement: Placement, error: DoesNotFitErr
 
 
 def _explain_smaller_dtype(smaller: str, chosen: str, error: DoesNotFitError) -> Decision[str]:
-    """Return the decision for the smaller dtype that the user allows."""
+    """Return the decision to use the smaller dtype, with the error as part of its reason."""
     return Decision(smaller, f"allowed by smallest_dtype={smaller!r}; {chosen} does not fit: {error.message}")
 
 
 def _plan_weights(pipe: Any, draft: Placement, offloaded: Residence | None) -> Placement:
-    """Return the draft placement with a memory decision, which depends on the device's free memory."""
+    """Return a copy of a draft placement with a memory decision based on the device's free memory."""
     rule = Decision(MemoryRule(offloaded), "requested") if offloaded else plan_weights(pipe, draft)
     plan = replace(draft.plan, memory=rule)
     placement = Placement(draft.opened, draft.device, plan, draft.options, loaded=draft.loaded, weights_rule=rule)
@@ -219,7 +228,7 @@ def _plan_weights(pipe: Any, draft: Placement, offloaded: Residence | None) -> P
 
 
 def _move(pipe: Any, placement: Placement, move: Any) -> None:
-    """Move the weights to where the planned memory mode requires them; if memory runs out, try the next mode."""
+    """Move the weights as the planned memory mode requires; if memory runs out, try the next mode."""
     planned = placement.weights_rule.value.residence
     residences = list_pipeline_residences(pipe, placement)
     for residence in residences[residences.index(planned) :] if planned in residences else (planned,):
@@ -275,7 +284,7 @@ def _cast_denoisers(pipe: Any, plan: Plan, dtype: torch.dtype) -> None:
 
 
 def _capture(pipe: Any, opened: OpenDevice) -> None:
-    """Replace each denoiser with a captured device graph, unless that was already done."""
+    """Replace each denoiser with a version that replays a captured device graph, unless already done."""
     for name in read_facts(pipe).denoisers:
         model = getattr(pipe, name)
         if not vars(model).get("_anyaccel_captured"):  # a second placement must not wrap the graph again
@@ -294,7 +303,7 @@ def replan(pipe: Any, placement: Placement, requested: dict[str, Any]) -> None:
 
 
 def attach_placement(pipe: Any, placement: Placement, before: Placement | None = None) -> None:
-    """Attach a placement to a pipeline, and input adapters to its models."""
+    """Attach a placement to a pipeline, and override its models' `forward` methods to adapt inputs."""
     if before is not None and before.device == placement.device:
         placement.cache_dir = before.cache_dir
         placement.report.compiled_models = before.report.compiled_models
@@ -308,7 +317,7 @@ def attach_placement(pipe: Any, placement: Placement, before: Placement | None =
 
 
 def place_new_models(pipe: Any, placement: Placement) -> None:
-    """Place the models that the user has added or replaced since the pipeline was placed."""
+    """Move and cast the models that the user has added or replaced since the pipeline was placed."""
     placed = {name: reference() for name, reference in placement.placed.items()}
     new = {name: model for name, model in find_models(pipe).items() if placed.get(name) is not model}
     if not new:
@@ -334,7 +343,7 @@ def place_new_models(pipe: Any, placement: Placement) -> None:
 
 
 def _apply_process_settings(plan: Plan, opened: OpenDevice) -> None:
-    """Apply the plan settings that affect the whole process."""
+    """Apply the plan's settings that affect the whole process, such as bfloat16 attention."""
     if plan.bf16_attention.value:
         allow_half_precision_attention()
     if plan.capture.value:
@@ -342,7 +351,7 @@ def _apply_process_settings(plan: Plan, opened: OpenDevice) -> None:
 
 
 def restore_float32_modules(pipe: Any, plan: Plan) -> None:
-    """Cast modules back to float32 where their model class requires it."""
+    """Cast modules that must stay in float32, as listed in `_keep_in_fp32_modules`, back to float32."""
     # `from_pretrained` respects `_keep_in_fp32_modules`, but `to(dtype)` casts these modules too.
     if plan.dtype.value == "float32":
         return

@@ -1,6 +1,6 @@
 """Temporary directories for weights that are offloaded to disk.
 
-If a process is killed, its directory is removed by the next process that creates one.
+A directory left by a killed process is removed by the next process that creates one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _LOCK = "in-use"
 
 
 def make_weights_folder() -> tuple[Path, IO[bytes]]:
-    """Create a directory; return it with its open lock file, which prevents other processes from removing it."""
+    """Create a temporary directory for weights; return it with its open lock file.
+
+    The lock prevents other processes from removing the directory.
+    """
     _remove_unlocked()
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
@@ -34,14 +37,14 @@ def make_weights_folder() -> tuple[Path, IO[bytes]]:
 
 
 def remove_weights_folder(folder: Path, lock: IO[bytes]) -> None:
-    """Remove a directory and release its lock."""
+    """Remove a temporary weights directory and release its lock."""
     # In this order: after the release another process could remove the same directory concurrently.
     shutil.rmtree(folder, ignore_errors=True)
     lock.close()
 
 
 def _remove_unlocked() -> None:
-    """Remove the directories of processes that were killed."""
+    """Remove the weights directories left by processes that were killed."""
     if not LOCKS_ARE_SUPPORTED:
         return
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):

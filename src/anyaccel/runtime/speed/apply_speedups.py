@@ -45,7 +45,7 @@ _LOG = logging.getLogger("anyaccel")
 
 @dataclass
 class SpeedState:
-    """Compilation state, and the image count and time measured to decide when to compile."""
+    """Compilation state of a pipeline, and the measurements used to decide when to compile it."""
 
     images: int = 0
     seconds: float = 0.0
@@ -60,7 +60,7 @@ class SpeedState:
 
 @contextmanager
 def apply_speedups(pipe: Any, placement: Placement, request: CallRequest) -> Iterator[None]:
-    """Apply the plan's speedups to a call and measure its time."""
+    """Apply the plan's speedups to the call in the `with` block, and measure its duration."""
     if placement.residence != "resident" or placement.shared:
         with track_steps(pipe, None):  # a call inside a callback must not count as steps of the outer call
             yield
@@ -90,7 +90,7 @@ def apply_speedups(pipe: Any, placement: Placement, request: CallRequest) -> Ite
 
 @contextmanager
 def _pause_gc(pause: bool) -> Iterator[None]:
-    """Pause the garbage collector during a call that compiles."""
+    """Pause Python's garbage collector inside the `with` block if `pause` is set."""
     # It takes about a fifth of the compile time and frees almost nothing. Dynamo also collects after every graph
     # (run_gc_after_compile): https://github.com/pytorch/pytorch/pull/142519
     if not pause:
@@ -102,7 +102,7 @@ def _pause_gc(pause: bool) -> Iterator[None]:
 
 @contextmanager
 def _skip_steps(pipe: Any, placement: Placement) -> Iterator[None]:
-    """Reuse denoiser outputs at the steps selected by the plan."""
+    """Reuse earlier denoiser outputs inside the `with` block, at the steps that the plan selects."""
     rule = placement.plan.step_skipping.value
     with track_steps(pipe, rule) as skipper:
         if skipper is None:
@@ -122,7 +122,10 @@ def _run_or_reuse(model_id: int, forward: Callable[..., Any], args: tuple[Any, .
 
 
 def load_compiled(pipe: Any, placement: Placement, speed: SpeedState, shape: str) -> dict[str, str] | None:
-    """Load the compile-cache entry for a shape before its first run; return its key if nothing was loaded."""
+    """Load the compiled code for a shape from the compile cache; return None if that succeeds.
+
+    Otherwise, return the cache key under which to save the code after it is compiled.
+    """
     key = make_cache_key(pipe, placement, shape)
     payload = load_payload(key)
     if payload is None:
@@ -151,7 +154,7 @@ def save_compiled(speed: SpeedState, key: dict[str, str], seconds: float) -> Non
 
 
 def _compile(pipe: Any, placement: Placement, speed: SpeedState) -> None:
-    """Compile models when that is expected to save time; recompile if another pipeline removed the compiled code."""
+    """Compile models if that is expected to save time, and recompile them if compiled code was removed."""
     is_sliced = placement.call_plan.attention.value != placement.plan.attention.value
     if speed.compiled and (is_sliced or not _are_compiled(placement, speed.models)):
         remove_speedups(pipe, placement)
@@ -173,13 +176,13 @@ def _compile(pipe: Any, placement: Placement, speed: SpeedState) -> None:
 
 
 def _are_compiled(placement: Placement, names: tuple[str, ...]) -> bool:
-    """Return whether the models still run compiled code; pipelines can share models, and users can replace them."""
+    """Return whether the named models still have compiled code, which other pipelines may have removed."""
     modules = dict(_list_compilable(placement))
     return all(find_compiled(modules[name]) is not None for name in names if name in modules)
 
 
 def _check_compiled(placement: Placement) -> None:
-    """Switch modules that changed after compilation to eager mode."""
+    """Switch compiled modules to eager mode if they have changed since compilation."""
     for _, module in _list_compilable(placement):
         compiled = find_compiled(module)
         if compiled is not None:
@@ -187,7 +190,7 @@ def _check_compiled(placement: Placement) -> None:
 
 
 def _list_compilable(placement: Placement) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the denoisers and decoders with the names of their models."""
+    """Yield each denoiser and each autoencoder's decoder, with the name of its model."""
     for name, reference in placement.placed.items():
         model = reference()
         if model is None:
@@ -211,7 +214,10 @@ def _has_memory_for_capture(placement: Placement) -> bool:
 
 
 def _set_capture(pipe: Any, placement: Placement, speed: SpeedState) -> None:
-    """Enable graph capture for compiled denoisers, or for all denoisers if the user requests it."""
+    """Enable graph capture for the denoisers if they are compiled or if the user requested it.
+
+    Disable it if the buffers for captured graphs do not fit in memory.
+    """
     if not _has_memory_for_capture(placement):
         for model in find_denoisers(pipe, placement).values():
             remove_override(model, Slot.CAPTURE)
@@ -243,7 +249,7 @@ def _report(placement: Placement) -> None:
 
 
 def forget_captured_graphs(pipe: Any) -> None:
-    """Release the captured graphs of a pipeline and their memory."""
+    """Release a pipeline's captured graphs and the memory that they use."""
     for model in find_models(pipe).values():
         capture = get_override(model, Slot.CAPTURE)
         if isinstance(capture, GraphCapture):
@@ -251,7 +257,10 @@ def forget_captured_graphs(pipe: Any) -> None:
 
 
 def remove_speedups(pipe: Any, placement: Placement | None) -> None:
-    """Remove compiled code, captured graphs and step skipping, before weights move or dtypes change."""
+    """Remove a pipeline's compiled code, captured graphs and step skipping.
+
+    This is required before weights are moved or cast.
+    """
     for model in find_models(pipe).values():
         for module in (model, *model.children()):  # the decoder of an autoencoder is a child
             for slot in (Slot.STEP_SKIPPING, Slot.CAPTURE, Slot.COMPILE):

@@ -1,4 +1,4 @@
-"""Compilation of models with the device's `torch.compile` backend and the workarounds from graph_workarounds.py."""
+"""Compilation of models with the device's `torch.compile` backend and its graph workarounds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def compile_components(
     cache_dir: str | os.PathLike[str] | None,
     fullgraph: bool | None,
 ) -> None:
-    """Compile the named models of a pipeline; by default, the denoisers."""
+    """Compile the named models of a pipeline; if `names` is None, compile the denoisers.
+
+    Raise an error if the device has no compiler or does not support `cache_dir`.
+    """
     rule = placement.plan.compiler.value
     if not rule.backend:
         raise NotMeasurableError(
@@ -61,7 +64,7 @@ def compile_components(
 
 
 def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
-    """Compile the denoisers and decoders in place as planned; return their names."""
+    """Compile the denoisers and decoders in place as planned; return the names of their models."""
     plan = placement.plan
     policy = plan.compile_policy.value
     options = _find_options(placement, plan.compiler.value.fullgraph)
@@ -115,7 +118,7 @@ def _select_models(pipe: Any, names: Sequence[str] | str | None) -> list[str]:
 
 
 def _compile(pipe: Any, name: str, placement: Placement, fullgraph: bool) -> None:
-    """Replace a model with its compiled version."""
+    """Replace a model, or an autoencoder's encoder and decoder, with a compiled version."""
     module = getattr(pipe, name)
     if is_compiled(module):
         return
@@ -144,7 +147,7 @@ def _find_options(placement: Placement, fullgraph: bool) -> dict[str, Any]:
 
 @functools.cache  # Dynamo reuses graphs only if the backend is the same object
 def _find_backend(name: str, workarounds: GraphWorkarounds, fusions: tuple[str, ...]) -> Any:
-    """Return the backend name, or a backend that modifies the graph before it calls the named backend."""
+    """Return the backend's name, or a custom backend that modifies the graph and then calls it."""
     if not workarounds and not fusions:
         return name
 
@@ -178,7 +181,11 @@ def compile_cache_env(placement: Placement) -> Iterator[None]:
 
 
 def _find_default_cache(placement: Placement, variable: str) -> str | None:
-    """Return the cache directory for automatic compilation; None if the user has set the variable."""
+    """Return the default cache directory for automatic compilation, or None if it is not used.
+
+    It is not used if the user has set the environment variable, if the directory is not writable, or
+    if nothing was compiled automatically.
+    """
     if _is_set_by_user(variable) or placement.speed is None or not placement.speed.compiled:
         return None
     folder = find_graphs_folder() / placement.opened.sheet.name
@@ -187,7 +194,7 @@ def _find_default_cache(placement: Placement, variable: str) -> str | None:
 
 @functools.cache  # one warning per process
 def _can_write(folder: Path) -> bool:
-    """Return whether the cache directory is writable; if it is not, the compiler uses its own default."""
+    """Return whether the cache directory is writable; log one warning per process if it is not."""
     error = find_write_error(folder)
     if error:
         warn_not_cached(error)
@@ -201,7 +208,7 @@ def _is_set_by_user(variable: str) -> bool:
 
 @contextmanager
 def _restore_env(variable: str) -> Iterator[None]:
-    """Restore an environment variable after the `with` block."""
+    """Restore an environment variable to its earlier value after the `with` block."""
     before = os.environ.get(variable)
     try:
         yield
@@ -213,7 +220,7 @@ def _restore_env(variable: str) -> Iterator[None]:
 
 
 def record_shape(placement: Placement, request: CallRequest) -> None:
-    """Add a call's image size to a compiled pipeline's report; warn if that size has not been compiled yet."""
+    """Add a call's image size to the report; warn if a new graph must be compiled for this size."""
     report, rule = placement.report, placement.plan.compiler.value
     if report.compiled_models is None:
         return

@@ -1,8 +1,9 @@
-"""The compile cache in `ANYACCEL_CACHE`, keyed by model structure, shape, dtype, device and library versions.
+"""The compile cache in `ANYACCEL_CACHE`, keyed by model structure, shape, dtype, device and versions.
 
-An entry is one file, named by the digest of its key: a line with the format name, a line of JSON (key,
-checksum, creation time, compile time) and the payload. A corrupted entry is logged, removed and compiled
-again. Keys differ between versions and devices, so an entry for another version or device is never loaded.
+An entry is one file, named by the digest of its key. The file contains a line with the format name,
+a line of JSON (key, checksum, creation time, compile time) and the payload. A corrupted entry is
+removed, and the model is compiled again. Keys include the library versions and the device, so an
+entry for another version or device is never loaded.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _OLD_FILES = ("entry.json", "payload.bin")
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A file in the cache, without its payload."""
+    """The metadata of one file in the compile cache: its key, size, creation time and compile time."""
 
     path: Path
     key: dict[str, str]
@@ -71,23 +72,23 @@ class CacheEntry:
 
     @property
     def name(self) -> str:
-        """The digest of the key."""
+        """The file name without its suffix, which is the digest of the key."""
         return self.path.stem
 
 
 def find_entries_dir() -> Path:
-    """Return the directory that contains the entries."""
+    """Return the directory that contains the compile-cache entries."""
     return find_cache_folder() / "compiled"
 
 
 def find_path(key: dict[str, str]) -> Path:
-    """Return the path of the entry for a key."""
+    """Return the path of the compile-cache entry for a key, whether or not the entry exists."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     return find_entries_dir() / f"{digest}.compiled"
 
 
 def load_payload(key: dict[str, str]) -> bytes | None:
-    """Return the payload for a key, or None if there is no entry; remove a corrupted entry."""
+    """Return the compiled code stored for a key, or None; remove the entry if it is corrupted."""
     path = find_path(key)
     try:
         content = path.read_bytes()
@@ -102,12 +103,12 @@ def load_payload(key: dict[str, str]) -> bytes | None:
 
 
 def remove_payload(key: dict[str, str]) -> None:
-    """Remove the entry for a key."""
+    """Remove the compile-cache entry for a key, if it exists."""
     find_path(key).unlink(missing_ok=True)
 
 
 def save_payload(key: dict[str, str], payload: bytes, took_s: float) -> bool:
-    """Write or replace an entry; return whether it was written."""
+    """Write or replace the compile-cache entry for a key; return False if it cannot be written."""
     path = find_path(key)
     checksum = hashlib.sha256(payload).hexdigest()
     header = {"key": key, "sha256": checksum, "created": time.time(), "took_s": round(took_s, 2)}
@@ -123,7 +124,7 @@ def save_payload(key: dict[str, str], payload: bytes, took_s: float) -> bool:
 
 
 def list_entries() -> list[CacheEntry]:
-    """Return all entries, newest first, including corrupted ones."""
+    """Return all compile-cache entries, newest first, including corrupted ones."""
     entries = [entry for path in _list_paths() if (entry := _read(path)) is not None]
     return sorted(entries, key=lambda entry: -entry.created)
 
@@ -134,7 +135,7 @@ def _list_paths() -> list[Path]:
 
 
 def _read(path: Path) -> CacheEntry | None:
-    """Return the entry in a file; None if the file is not in the entry format."""
+    """Return the metadata of a compile-cache file; return None if it is not a cache entry."""
     try:
         if path.is_symlink() or not path.is_file():
             return None
@@ -146,7 +147,7 @@ def _read(path: Path) -> CacheEntry | None:
 
 
 def _parse(path: Path, content: bytes) -> tuple[CacheEntry, bytes]:
-    """Split a file's content into an entry and its payload; a corrupted entry has `fault` set."""
+    """Parse the content of a cache file into metadata and payload; set `fault` if it is corrupted."""
     header, _, payload = content.removeprefix(_MAGIC).partition(b"\n")
     try:
         if not content.startswith(_MAGIC):
@@ -161,7 +162,7 @@ def _parse(path: Path, content: bytes) -> tuple[CacheEntry, bytes]:
 
 
 def _parse_header(content: bytes) -> tuple[dict[str, str], str, float, float]:
-    """Return the key, checksum, creation time and compile time; raise ValueError if any of them is invalid."""
+    """Return the key, checksum, creation time and compile time; raise ValueError for an invalid header."""
     try:
         header: dict[str, Any] = json.loads(content)
         key, sha256, created, took_s = header["key"], header["sha256"], header["created"], header["took_s"]
@@ -181,7 +182,7 @@ def _parse_number(value: Any, maximum: int) -> float:
 
 
 def export_entries(path: Path, entries: list[CacheEntry]) -> int:
-    """Write intact entries to an archive for a machine with the same device; return how many were written."""
+    """Write intact cache entries to an archive for use on another machine; return how many were written."""
     intact = [entry for entry in entries if not entry.fault]
     with atomic_writer(path) as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
         for entry in intact:
@@ -190,10 +191,11 @@ def export_entries(path: Path, entries: list[CacheEntry]) -> int:
 
 
 def import_entries(path: Path) -> tuple[int, int, list[str]]:
-    """Import the entries from an archive written by `export_entries`, replacing corrupted ones.
+    """Import the compile-cache entries from an archive written by `export_entries`.
 
-    Return the number of imported entries, the number that already existed, and the rejected entries with
-    reasons.
+    Existing entries are replaced only if they are corrupted. Return the number of imported entries, the
+    number that already existed, and a list of rejected entries with reasons. Raise `UsageError` if the
+    archive is invalid.
     """
     try:
         with tarfile.open(path, "r:gz") as archive:
@@ -219,7 +221,7 @@ def import_entries(path: Path) -> tuple[int, int, list[str]]:
 
 
 def _read_members(archive: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and content of each entry in an archive."""
+    """Yield the name and content of each cache entry in an archive; raise `TarError` for other members."""
     # Nothing is extracted to disk: a malicious archive could contain absolute paths, links or huge files.
     total = 0
     for member in archive:
@@ -235,10 +237,11 @@ def _read_members(archive: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
 def prune_entries(
     *, older_than_days: float | None = None, versions: dict[str, str] | None = None
 ) -> tuple[int, int, list[str]]:
-    """Remove corrupted entries, entries written by other versions and old entries; without arguments, remove all.
+    """Remove corrupted and outdated compile-cache entries; without arguments, remove all entries.
 
-    Return the number of removed entries, their size in bytes, and the paths left in place because they are not
-    entries.
+    An entry is outdated if it is older than `older_than_days` or its library versions differ from
+    `versions`. Return the number of removed entries, their size in bytes, and the paths that were kept
+    because they are not cache entries.
     """
     removed, freed_bytes, foreign = 0, 0, []
     remove_all = older_than_days is None and versions is None
@@ -257,7 +260,7 @@ def prune_entries(
 
 
 def _is_stale(path: Path, older_than_days: float | None, versions: dict[str, str]) -> bool | None:
-    """Return whether to prune a path; None if the path does not belong to the cache."""
+    """Return whether a cache file is corrupted or outdated; return None if the path is not a cache file."""
     if is_temporary_file(path):
         return path.lstat().st_mtime < time.time() - _DAY_S  # another process may still be writing a newer one
     if _is_old_entry(path):
@@ -270,14 +273,14 @@ def _is_stale(path: Path, older_than_days: float | None, versions: dict[str, str
 
 
 def _is_old_entry(path: Path) -> bool:
-    """Return whether a path is an entry from version 0.1: a directory with only the two files of that format."""
+    """Return whether a path is a cache entry of version 0.1, which was a directory with two files."""
     if not _OLD_NAME.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
         return False
     return all(file.name in _OLD_FILES for file in path.iterdir())
 
 
 def _remove(path: Path) -> bool:
-    """Remove an entry; return whether it was removed."""
+    """Remove a compile-cache entry; return False if it cannot be removed."""
     try:
         if path.is_dir():
             for name in _OLD_FILES:
@@ -291,7 +294,7 @@ def _remove(path: Path) -> bool:
 
 
 def _measure(path: Path) -> int:
-    """Return the size of a file or directory in bytes, without following links."""
+    """Return the size of a file or directory in bytes, without following symbolic links."""
     files = [path] if not path.is_dir() else [Path(root, name) for root, _, names in os.walk(path) for name in names]
     total = 0
     for file in files:
@@ -303,12 +306,15 @@ def _measure(path: Path) -> int:
 
 
 def measure_graphs() -> int:
-    """Return the total size of the compilers' own caches in bytes."""
+    """Return the total size in bytes of the cache directories that the compilers use."""
     return sum(_measure(folder) for folder in _graph_folders())
 
 
 def remove_graphs() -> tuple[int, list[str]]:
-    """Remove the compilers' own caches; return the number of freed bytes and the paths of no known backend."""
+    """Remove the compilers' cache directories; return the freed bytes and the paths that were kept.
+
+    Paths that do not belong to a registered backend are kept.
+    """
     root, freed = find_graphs_folder(), 0
     for folder in _graph_folders():
         size = _measure(folder)
@@ -324,7 +330,7 @@ def remove_graphs() -> tuple[int, list[str]]:
 
 
 def _graph_folders() -> list[Path]:
-    """Return the cache directories of registered backends; other paths may not be ours, so they are kept."""
+    """Return the compilers' cache directories, which are named after registered backends."""
     from anyaccel.backends.registry import load_registry
 
     root = find_graphs_folder()

@@ -1,4 +1,4 @@
-"""Compile cache keys, which are equal on machines with the same device and the same library versions."""
+"""Keys for the compile cache, which are equal on machines with the same device and library versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["find_versions", "make_cache_key"]
 
 
 def make_cache_key(pipe: Any, placement: Placement, shape: str) -> dict[str, str]:
-    """Return the key of a pipeline's compiled code: everything that the code depends on."""
+    """Return the compile-cache key for a pipeline, which covers everything its compiled code depends on."""
     plan = placement.plan
     models = find_models(pipe)
     compiled = placement.report.compiled_models
@@ -35,7 +35,7 @@ def make_cache_key(pipe: Any, placement: Placement, shape: str) -> dict[str, str
 
 
 def find_versions() -> dict[str, str]:
-    """Return the library versions that compiled code depends on; the version of a missing library is empty."""
+    """Return the versions of the libraries that affect compiled code; empty if not installed."""
     # From the package metadata: the packages need not be imported, or even installed.
     versions = {}
     for name in ("anyaccel", "torch", "triton", "diffusers", "transformers"):

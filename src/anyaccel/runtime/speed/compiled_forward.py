@@ -1,7 +1,7 @@
 """Compiled forwards that fall back to eager mode when compilation fails or the module changes.
 
-`torch.compile` does not guard against patched functions or hooks that are added to layers later. Both
-are checked here.
+`torch.compile` does not guard against patched functions or against hooks that are added to layers
+later. This module checks for both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ Forward = Callable[..., Any]
 
 
 class CompiledForward:
-    """An override that runs a module's compiled forward, or its eager forward with blocks compiled in place."""
+    """A `forward` override that runs compiled code and falls back to eager mode.
+
+    Either the whole forward is compiled, or the module's repeated blocks are compiled in place.
+    """
 
     def __init__(self, module: torch.nn.Module, name: str, compiled: Forward | None) -> None:
         self.name = name
@@ -44,7 +47,10 @@ class CompiledForward:
         self._hooks = LayerHooks(module)
 
     def begin_call(self) -> None:
-        """Fall back to eager mode if the module changed after compilation; runs at the start of each pipeline call."""
+        """Fall back to eager mode if the module has changed since compilation.
+
+        The runtime calls this method at the start of each pipeline call.
+        """
         module = self._module()
         if self.failure or module is None:
             return
@@ -84,26 +90,26 @@ class CompiledForward:
 
 
 def compile_forward(module: torch.nn.Module, name: str, options: dict[str, Any]) -> None:
-    """Compile a module's forward as one graph."""
+    """Compile a module's whole forward with `torch.compile`, with a fallback to eager mode."""
     # Compile the class's function: a bound method would keep the module alive.
     compiled = torch.compile(type(module).forward, **options)
     set_override(module, Slot.COMPILE, CompiledForward(module, name, compiled))
 
 
 def compile_blocks(model: Any, name: str, options: dict[str, Any]) -> None:
-    """Compile the repeated blocks of a diffusers model in place."""
+    """Compile the repeated blocks of a diffusers model in place, with a fallback to eager mode."""
     model.compile_repeated_blocks(**options)
     set_override(model, Slot.COMPILE, CompiledForward(model, name, None))
 
 
 def find_compiled(module: Any) -> CompiledForward | None:
-    """Return a module's compiled forward, if it has one."""
+    """Return the `CompiledForward` of a module, or None if the module is not compiled."""
     override = get_override(module, Slot.COMPILE)
     return override if isinstance(override, CompiledForward) else None
 
 
 def remove_compiled_blocks(module: torch.nn.Module) -> list[tuple[torch.nn.Module, Any]]:
-    """Remove the compiled calls from blocks that were compiled in place; return each call with its block."""
+    """Undo the in-place compilation of a module's blocks; return each block with its compiled call."""
     removed = [(layer, remove_compiled_call(layer)) for layer in module.modules()]
     return [(layer, compiled) for layer, compiled in removed if compiled is not None]
 

@@ -1,7 +1,7 @@
 """A linear layer that multiplies in float8, with one scale per row of the input and of the weight.
 
-It uses only plain tensor operations, so a compiler can fuse the quantization of the input with the
-preceding operation. It cannot do this for a tensor subclass.
+The layer uses only plain tensor operations. A compiler can therefore fuse the quantization of the
+input with the preceding operation, which is not possible for a tensor subclass.
 """
 
 # Why not torchao: with its tensor subclass a compiled FLUX.1 had not finished the first image after 170 s. This layer
@@ -22,7 +22,7 @@ _MIN_ROW_MAX = 1e-12
 
 
 class Float8Linear(torch.nn.Module):
-    """A replacement for `torch.nn.Linear` that stores only the float8 weight."""
+    """A replacement for `torch.nn.Linear` that stores its weight only in float8."""
 
     packed: torch.Tensor
     scales: torch.Tensor
@@ -38,23 +38,23 @@ class Float8Linear(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The dequantized weight; models read its dtype and device."""
+        """The dequantized weight, for models that read the dtype or device of `weight`."""
         return (self.packed.to(torch.float32) * self.scales).to(self.dtype)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Apply the layer with its input and weight in float8."""
+        """Apply the linear layer, multiplying the quantized input by the float8 weight."""
         packed, scales = quantize_rows(inputs.reshape(-1, self.in_features))
         return multiply_float8(packed, scales, self.packed, self.scales, self.bias, inputs.dtype).reshape(
             *inputs.shape[:-1], self.out_features
         )
 
     def extra_repr(self) -> str:
-        """Return the arguments shown by `print(model)`."""
+        """Return the layer's sizes and whether it has a bias, as shown by `print(model)`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize rows to float8; return them with the scale of each row."""
+    """Quantize each row of a matrix to float8; return the quantized rows and their scales."""
     scales = rows.abs().amax(1, keepdim=True).to(torch.float32).clamp_min(_MIN_ROW_MAX) / _MAX_FLOAT8
     return (rows.to(torch.float32) / scales).to(FLOAT8), scales
 
@@ -67,7 +67,7 @@ def multiply_float8(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Multiply float8 rows by a float8 weight; return the product in `dtype`."""
+    """Multiply float8 rows by a transposed float8 weight, add the bias and return the result in `dtype`."""
     return scaled_mm(
         rows,
         weight.t(),
@@ -80,7 +80,7 @@ def multiply_float8(
 
 
 def check_float8(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise if the device does not support float8 matrix multiplication or returns wrong results."""
+    """Raise if float8 matrix multiplication is not supported or is inaccurate on the device."""
     layer = torch.nn.Linear(32, 32, device=device, dtype=dtype)
     rows = torch.linspace(-1, 1, 32 * 32, device=device, dtype=dtype).reshape(32, 32)
     with torch.no_grad():

@@ -1,8 +1,9 @@
-"""Device graphs: a denoiser's work is captured once per input shape and then replayed, as with CUDA graphs.
+"""Device graphs, which capture a denoiser's forward once per input shape and replay it.
 
-A captured graph reads its inputs from fixed buffers and writes its outputs to fixed buffers, so inputs are copied in
-and outputs are copied out. A graph is replayed only if its first replay matched the eager result, and only while the
-module, the torch modes and the numeric settings are the same as during capture. Otherwise the eager forward runs.
+As with CUDA graphs, a captured graph reads its inputs from fixed buffers and writes its outputs to
+fixed buffers, so inputs are copied in and outputs are copied out. A graph is replayed only if its
+first replay matched the eager result, and only while the module, the torch modes and the numeric
+settings are the same as during capture. Otherwise, the eager forward runs.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _PLAIN_TYPES = (str, int, float, bool, type(None), torch.dtype, torch.device)
 
 @dataclass
 class _CapturedShape:
-    """The capture state for one input shape: warmup runs, then a graph or the reason why there is none."""
+    """The capture state for one input shape: the number of warmup runs, and the graph or a failure."""
 
     runs: int = 0
     failure: str = ""
@@ -55,12 +56,12 @@ class _CapturedShape:
     replay: Callable[[], None] | None = None
 
     def drop(self) -> None:
-        """Release the graph's buffers."""
+        """Release the graph with its input and output buffers."""
         self.replay, self.output, self.inputs = None, None, []
 
 
 class GraphCapture:
-    """An override that captures and replays the forward of a module."""
+    """A `forward` override that captures device graphs and replays them."""
 
     def __init__(self, module: torch.nn.Module, recorder: Recorder, synchronize: Callable[[], None]) -> None:
         self.recorder, self.synchronize = recorder, synchronize
@@ -76,20 +77,20 @@ class GraphCapture:
 
     @property
     def captured_shapes(self) -> int:
-        """The number of captured shapes."""
+        """The number of input shapes that have a captured graph."""
         return sum(shape.replay is not None for shape in self._shapes.values())
 
     def begin_call(self) -> None:
-        """Drop all graphs at the start of a pipeline call if the module has changed."""
+        """Drop all graphs if the module has changed; called at the start of each pipeline call."""
         if self._fingerprint is None or not self._is_unchanged():
             self._reset()
 
     def forget(self) -> None:
-        """Release all graphs and their memory."""
+        """Release all captured graphs and their memory."""
         self._shapes.clear()
 
     def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replay the graph for the input shape if there is one; otherwise run the forward."""
+        """Replay the graph for the input shape; if there is none, run the forward, capturing it if possible."""
         obstacle = self._find_obstacle()
         if obstacle is not None:
             self.status = obstacle or self.status
@@ -104,7 +105,7 @@ class GraphCapture:
                 self._running = False
 
     def _find_obstacle(self) -> str | None:
-        """Return the reason why this call must run eagerly, or None; an empty reason is not added to the report."""
+        """Return the reason why this call must run eagerly, or None; an empty reason is not reported."""
         module = self._module()
         if torch.is_grad_enabled() or is_autocast_enabled() or module is None:
             return ""
@@ -165,7 +166,10 @@ class GraphCapture:
         return shape
 
     def _time(self, shape: _CapturedShape, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Run and time the forward once; mark the module as not capturable if it keeps state or modifies its inputs."""
+        """Run the forward and time it, and check whether it can be captured.
+
+        A module that keeps state between runs or modifies its inputs is not captured.
+        """
         fingerprint, leaves = self._fingerprint, tree_flatten((args, kwargs))[0]
         self.synchronize()
         start = time.perf_counter()
@@ -183,7 +187,7 @@ class GraphCapture:
         return output
 
     def _capture(self, shape: _CapturedShape, forward: Forward, leaves: list[Any], spec: Any) -> Any:
-        """Capture a graph for a shape; keep it if its first replay matches the eager result."""
+        """Capture a graph, keep it if its first replay matches the eager result, and return that result."""
         tensors = _find_tensors(leaves)
         eager = _run(forward, spec, leaves, tensors)
         # Inference tensors cannot be written to outside of inference mode, where a later call may run.
@@ -236,7 +240,10 @@ def _run(forward: Forward, spec: Any, leaves: list[Any], tensors: list[torch.Ten
 
 
 def _make_leaf_key(leaf: Any) -> Any:
-    """Return the key of one argument: the shape, strides, dtype and device of a tensor, or any other value itself."""
+    """Return a hashable key for an argument; for a tensor, its shape, strides, dtype and device.
+
+    Raise `TypeError` for an argument of another type that may contain tensors.
+    """
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
     if not isinstance(leaf, _PLAIN_TYPES):

@@ -29,7 +29,7 @@ def fuse(module: torch.fx.GraphModule, fusions: tuple[str, ...]) -> int:
 
 
 def _fuse_group_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> bool:
-    """Replace a group norm, and a SiLU that follows it, with one operation; return whether it was replaced."""
+    """Fuse a group norm, and a SiLU that follows it, into one operation; return whether this succeeded."""
     names = ("input", "num_groups", "weight", "bias", "eps")
     arguments = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     value = _find_example_value(arguments.get("input"))
@@ -61,7 +61,10 @@ def _has_kernel() -> bool:
 
 
 def _find_example_value(node: Any) -> torch.Tensor | None:
-    """Return the example tensor for a node; None if it requires gradients, because the kernel has no backward."""
+    """Return a node's example tensor; return None if there is none or if it requires gradients.
+
+    Gradients are not supported, because the fused kernel has no backward pass.
+    """
     value = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
     return value if isinstance(value, torch.Tensor) and not value.requires_grad else None
 

@@ -32,7 +32,10 @@ _REPLACED_DTYPES = ("float64",)
 
 @dataclass(frozen=True)
 class GraphWorkarounds:
-    """The workarounds that a plan requires in graphs; hashable, because it is part of the backend cache key."""
+    """The workarounds that a plan requires in the graphs of compiled models.
+
+    Instances are hashable, because compiler backends are cached by their workarounds.
+    """
 
     device: str = ""
     dtypes: tuple[tuple[str, str], ...] = ()
@@ -44,14 +47,14 @@ class GraphWorkarounds:
         return self != GraphWorkarounds(self.device)
 
     def apply(self, module: torch.fx.GraphModule) -> None:
-        """Apply the workarounds to a graph in place."""
+        """Apply the workarounds to an FX graph in place."""
         if self.dtypes:
             _replace_dtypes(module, {getattr(torch, name): getattr(torch, other) for name, other in self.dtypes})
         _replace_functions(module, self._make_handlers())
         module.recompile()
 
     def _make_handlers(self) -> dict[Any, Any]:
-        """Return the same handlers that eager models use."""
+        """Return the handlers for functions that are replaced in graphs, which eager models also use."""
         handlers = uninitialized_memory.make_zero_empty_handlers(torch.device(self.device)) if self.zero_empty else {}
         if self.ignore_beta_zero:
             handlers |= uninitialized_memory.make_beta_zero_handlers()
@@ -61,7 +64,7 @@ class GraphWorkarounds:
 
 
 def read_graph_workarounds(plan: Plan, device: torch.device) -> GraphWorkarounds:
-    """Return the workarounds that a plan requires in graphs for a device."""
+    """Return the workarounds that a plan requires in the graphs of models compiled for a device."""
     workarounds = plan.workarounds.value
     return GraphWorkarounds(
         device=device.type,
@@ -88,7 +91,7 @@ def _replace_dtypes(module: torch.fx.GraphModule, dtypes: dict[torch.dtype, torc
 
 
 def _replace_functions(module: torch.fx.GraphModule, handlers: dict[Any, Any]) -> None:
-    """Replace functions with calls to their handlers, which the compiler traces through."""
+    """Replace function calls in a graph with calls to their handlers, which the compiler can trace."""
     for node in module.graph.nodes:
         function = getattr(torch.Tensor, node.target, None) if node.op == "call_method" else node.target
         if node.op in ("call_function", "call_method") and function in handlers:
@@ -96,7 +99,7 @@ def _replace_functions(module: torch.fx.GraphModule, handlers: dict[Any, Any]) -
 
 
 def _bind(handler: Callable[..., Any], function: Any) -> Callable[..., Any]:
-    """Wrap a handler in a function with the signature of the function that it replaces."""
+    """Wrap a handler in a function that can be called like the torch function it replaces."""
 
     def call_handler(*args: Any, **kwargs: Any) -> Any:
         return handler(function, args, kwargs)

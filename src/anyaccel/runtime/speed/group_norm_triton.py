@@ -37,7 +37,7 @@ def _normalize_group(
     x, weight, bias, out, pixels, channels, epsilon,
     WIDTH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Normalize one group of one image."""
+    """Normalize one group of channels in one image, and apply SiLU if requested."""
     image, group = tl.program_id(0), tl.program_id(1)
     index = tl.arange(0, SIZE)
     inside = index < WIDTH
@@ -74,7 +74,7 @@ def _normalize_group(
 def _measure_channels(
     x, stats, pixels, channels, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Compute the mean and the sum of squared differences of each channel over one block of pixels."""
+    """Compute each channel's mean and sum of squared deviations from the mean over a block of pixels."""
     image, part = tl.program_id(0), tl.program_id(1)
     column = tl.arange(0, COLUMNS)
     inside = column < channels
@@ -140,7 +140,7 @@ def _combine_channels(
 def _apply(
     x, factors, out, pixels, channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr
 ):  # fmt: skip
-    """Multiply by each channel's scale factor, add its shift, and apply SiLU if requested."""
+    """Multiply each channel by its scale factor, add its shift, and apply SiLU if requested."""
     image = tl.program_id(1)
     column = tl.arange(0, COLUMNS)
     inside = column < channels

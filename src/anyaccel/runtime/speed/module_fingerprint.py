@@ -38,7 +38,7 @@ _TRUSTED_LIBRARIES = frozenset(("torch", "diffusers", "transformers", "peft", "t
 
 
 class LayerHooks:
-    """Hooks that affect a module: its layers' hooks, torch's global hooks, and accelerate and diffusers hooks."""
+    """Hooks that affect a module: hooks on its layers, torch's global hooks, and hooks of other libraries."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         layers = [layer for layer in module.modules() if layer is not module]
@@ -71,7 +71,7 @@ class LayerHooks:
         )
 
     def covers_all_layers(self) -> bool:
-        """Return whether the module still has the same layers, some of which an adapter may have replaced."""
+        """Return whether the module's layers are unchanged; an adapter may have replaced some of them."""
         return all(map(eq, map(list, map(dict.values, self._child_tables)), self._children))
 
 
@@ -93,18 +93,21 @@ class PatchedCode:
         self._entry_methods = list(self._read_entry_methods())
 
     def changed(self) -> bool:
-        """Return whether a function in a class, a module or `torch.nn.functional` has been replaced."""
+        """Return whether any function in the snapshot has been replaced."""
         if any(namespace.get(name) is not value for namespace, name, value in self._functions):
             return True
         return not _are_same(list(self._read_entry_methods()), self._entry_methods)
 
     def _read_entry_methods(self) -> Iterator[Any]:
-        """Yield the methods through which layers are called, to detect a patch that overrides an inherited method."""
+        """Yield the methods that run each layer class, such as `forward`, including inherited methods."""
         return (getattr(cls, name, None) for cls in self._classes for name in _ENTRY_METHODS)
 
 
 def find_custom_code(module: torch.nn.Module) -> str:
-    """Return the name of user code inside a module, which a replay would skip; an empty string if there is none."""
+    """Return a description of the user code in a module, or an empty string if there is none.
+
+    A replayed graph would skip this code.
+    """
     for cls in _list_classes(module):
         if not _is_trusted(cls.__module__):
             return cls.__name__
@@ -127,7 +130,7 @@ def _list_classes(module: torch.nn.Module) -> list[type]:
 
 
 def _find_source(function: Any) -> str:
-    """Return the name of the module in which a function was defined."""
+    """Return the name of the Python module that defines a function."""
     # By its globals and not by `__module__`: `functools.wraps` copies `__module__` and would hide a patch.
     function = getattr(function, "__func__", getattr(function, "func", function))
     namespace = getattr(function, "__globals__", None)
@@ -139,7 +142,7 @@ def _is_trusted(source: str) -> bool:
 
 
 class ModuleFingerprint:
-    """A snapshot of a module's state."""
+    """A snapshot of a module's weights, attributes, hooks and code, used to detect later changes."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         # Weak, because the module holds this object: a cycle would keep its weights until a garbage collection.
@@ -177,7 +180,7 @@ class ModuleFingerprint:
         )
 
     def _read_layers(self) -> Iterator[dict[str, Any]]:
-        """Yield the `__dict__` of every layer, starting with the module; yield nothing if the module is gone."""
+        """Yield the `__dict__` of the module and of every layer; yield nothing if the module was deleted."""
         module = self._module()
         return iter(()) if module is None else chain([vars(module)], self._inner_layers)
 
@@ -196,7 +199,7 @@ class ModuleFingerprint:
         )
 
     def _read_items(self) -> Iterator[Any]:
-        """Yield the items of lists and dicts that can change in place, such as layers, hooks and adapter scales."""
+        """Yield the items of lists and dicts that can change in place, such as hooks and adapter scales."""
         return chain(chain.from_iterable(table.values() for table in self._dicts), *self._lists)
 
     def _read_addresses(self) -> Iterator[Any]:
@@ -205,7 +208,7 @@ class ModuleFingerprint:
 
 
 def _without_overrides(layer: dict[str, Any]) -> Iterator[Any]:
-    """Yield the attributes of a layer, with our own forward override replaced by the forward that it wraps."""
+    """Yield a layer's attributes, replacing anyaccel's `forward` override with the forward it wraps."""
     for name, value in layer.items():
         if name == OVERRIDES_KEY:
             continue

@@ -1,4 +1,4 @@
-"""Float8 quantization of large linear layers in denoisers. The original weights are discarded."""
+"""Float8 quantization of large linear layers in denoisers, which discards the original weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FEW_ROWS = ("norm", "embed", "modulation")
 
 
 def quantize_denoisers(pipe: Any, placement: Placement) -> None:
-    """Quantize a pipeline's denoisers once; if the device does not support it, add the reason to the report."""
+    """Quantize the denoisers that are not yet quantized; if this is unsupported, report the reason."""
     if not placement.plan.quantization.value or placement.report.quantization is not None:
         return
     # Pipelines share models: another one may have quantized them already.
@@ -68,7 +68,7 @@ def _check_support(layers: list[tuple[torch.nn.Module, str]]) -> None:
 
 
 def is_worth_quantizing(layer: torch.nn.Module, name: str) -> bool:
-    """Return whether a layer is a large linear layer that is applied to many rows."""
+    """Return whether a layer is a large linear layer that is applied to many rows at a time."""
     if type(layer) is not torch.nn.Linear or layer.weight.numel() < SMALLEST_WEIGHT:
         return False
     has_few_rows = any(word in part for part in name.split(".") for word in _FEW_ROWS)
@@ -81,7 +81,7 @@ def is_quantized(model: Any) -> bool:
 
 
 def check_not_quantized(pipe: Any, operation: str) -> None:
-    """Raise if a model in the pipeline is quantized, because the operation needs the original weights."""
+    """Raise `UsageError` if a model is quantized, because `operation` requires the original weights."""
     for name, model in find_models(pipe).items():
         if is_quantized(model):
             raise UsageError(

@@ -1,7 +1,7 @@
-"""Step skipping: at selected steps, a denoiser returns its last output again instead of running.
+"""Step skipping: at selected steps, a denoiser does not run and its last output is reused.
 
-Every call to the scheduler's `step` ends a step. If a denoiser runs several times per step, for example
-once per half of classifier-free guidance, one output is stored for each run.
+Every call to the scheduler's `step` ends a step. If a denoiser runs several times per step, for
+example once per half of classifier-free guidance, one output is stored for each run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ACTIVE = threading.local()
 
 
 class StepSkipper:
-    """The current step of a call and the last outputs of its denoisers."""
+    """State of step skipping during one call: the current step and the denoisers' last outputs."""
 
     def __init__(self, pipe: Any, rule: StepSkipping) -> None:
         self.pipe, self.scheduler, self.rule = pipe, pipe.scheduler, rule
@@ -39,7 +39,7 @@ class StepSkipper:
         """The input shapes and the output, by model and index within the step."""
 
     def run_or_reuse(self, model_id: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a denoiser, or return the output of the corresponding run at an earlier step."""
+        """Run a denoiser or, at a skipped step, return its output from an earlier step."""
         index = self._run_indices[model_id] = self._run_indices.get(model_id, -1) + 1
         shapes = tree_map(lambda leaf: leaf.shape if isinstance(leaf, torch.Tensor) else None, (args, kwargs))
         stored = self._outputs.get((model_id, index))
@@ -59,7 +59,7 @@ class StepSkipper:
         self._run_indices.clear()
 
     def _count_steps(self) -> int:
-        """Return the number of steps in this call; image-to-image pipelines skip the first steps of the schedule."""
+        """Return the number of steps in this call, without those that image-to-image pipelines skip."""
         count = read_step_count(self.pipe)
         if count is not None and count > 0:
             return count
@@ -79,10 +79,10 @@ def current_step_skipper() -> StepSkipper | None:
 
 @contextmanager
 def track_steps(pipe: Any, rule: StepSkipping | None) -> Iterator[StepSkipper | None]:
-    """Count a pipeline's scheduler steps inside the `with` block; yield None without a rule or a scheduler.
+    """Yield a `StepSkipper` that counts the scheduler's steps inside the `with` block.
 
-    The skipper belongs to one call in one thread. Another pipeline with the same models runs all of its
-    steps.
+    Yield None if there is no rule or no scheduler. The skipper applies only to this thread, so another
+    pipeline that shares the models runs all of its steps.
     """
     scheduler: Any = getattr(pipe, "scheduler", None)
     outer = current_step_skipper()

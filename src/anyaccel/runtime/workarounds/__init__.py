@@ -1,1 +1,1 @@
-"""Workarounds for a device's limits, applied while a pipeline runs."""
+"""Workarounds for device limits, applied while a pipeline runs."""

@@ -1,7 +1,7 @@
-"""Complex tensors as pairs of real tensors, for devices without complex dtypes.
+"""Complex tensors stored as two real tensors, for devices without complex dtypes.
 
-Rotary embeddings often use complex numbers. A `ComplexPair` behaves like a complex tensor; each operation on it runs on
-its real and imaginary parts.
+Rotary embeddings often use complex numbers. A `ComplexPair` behaves like a complex tensor, but each
+operation runs on its real and imaginary tensors.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ComplexPair(Tensor):
 
     @staticmethod
     def __new__(cls: type[ComplexPair], real: Tensor, imaginary: Tensor) -> ComplexPair:
-        """Create a wrapper that has no storage of its own."""
+        """Create a complex64 tensor that refers to two real tensors and has no storage of its own."""
         pair: ComplexPair = make_wrapper_subclass(cls, real.shape, dtype=torch.complex64, device=real.device)
         pair.real_part, pair.imaginary_part = real, imaginary
         return pair
@@ -56,7 +56,7 @@ class ComplexPair(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run one operation with its handler from `_SPECIAL`, or else separately on the real and imaginary parts."""
+        """Run one operation on the real and imaginary tensors; raise `LimitError` if it is not supported."""
         kwargs = kwargs or {}
         special = _SPECIAL.get(func.overloadpacket)
         if special is not None:
@@ -70,12 +70,12 @@ class ComplexPair(Tensor):
 
 
 def make_complex_pair(tensor: Tensor, device: torch.device | str) -> ComplexPair:
-    """Copy a complex CPU tensor to a device as a pair."""
+    """Copy a complex CPU tensor to a device as a `ComplexPair` of two float32 tensors."""
     return ComplexPair(tensor.real.float().to(device), tensor.imag.float().to(device))
 
 
 def _apply_to_parts(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on the real and on the imaginary parts separately; return a pair or a list of pairs."""
+    """Run an operation separately on the real and imaginary tensors; return `ComplexPair` results."""
     results = []
     for attribute in ("real_part", "imaginary_part"):
         select = _make_selector(attribute)
@@ -92,7 +92,10 @@ def _reshape(func: Any, args: Any, kwargs: Any) -> ComplexPair:
 
 
 def _make_selector(attribute: str) -> Callable[[Any], Any]:
-    """Return a function that replaces pairs with their real or imaginary part, and complex dtypes with float32."""
+    """Return a function that replaces a `ComplexPair` with its real or imaginary tensor.
+
+    The function also replaces complex dtypes with float32 and returns other values unchanged.
+    """
 
     def select(value: Any) -> Any:
         if value is torch.complex64 or value is torch.complex128:
@@ -103,7 +106,7 @@ def _make_selector(attribute: str) -> Callable[[Any], Any]:
 
 
 def _split_parts(value: Any) -> tuple[Any, Any]:
-    """Return the real and imaginary parts of a pair, a scalar or a real tensor."""
+    """Return the real and imaginary parts of a `ComplexPair`, a scalar or a tensor."""
     if isinstance(value, ComplexPair):
         return value.real_part, value.imaginary_part
     if isinstance(value, complex):
@@ -131,7 +134,10 @@ def _divide(func: Any, args: Any, kwargs: Any) -> ComplexPair:
 
 
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run `pair.to(…)`: a copy on the CPU is a complex tensor, and a cast to a real dtype drops the imaginary part."""
+    """Copy or cast a `ComplexPair`; a copy on the CPU is an ordinary complex tensor.
+
+    A cast to a real dtype drops the imaginary part.
+    """
     pair, target, dtype = args[0], kwargs.get("device"), kwargs.get("dtype")
     if target is not None and is_host(torch.device(target)):
         joined = torch.complex(pair.real_part.cpu(), pair.imaginary_part.cpu())
@@ -142,7 +148,10 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _write(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run `pair[…] = other`; writing to a view also changes the original, because their parts share storage."""
+    """Run `tensor.copy_(other)` for a `ComplexPair`, as in `pair[…] = other`.
+
+    Writing to a view also changes the original tensor, because they share storage.
+    """
     target, (real, imaginary) = args[0], _split_parts(args[1])
     if not isinstance(target, ComplexPair):  # the target is a complex CPU tensor
         return target.copy_(torch.complex(real.cpu(), imaginary.cpu()))
@@ -165,13 +174,13 @@ def _add(func: Any, args: Any, kwargs: Any) -> ComplexPair:
 
 
 def _broadcast_parts(real: Tensor, imaginary: Tensor) -> ComplexPair:
-    """Broadcast both parts to one shape; their shapes differ after a larger real tensor is added to a pair."""
+    """Return a `ComplexPair` of the real and imaginary tensors, broadcast to the same shape."""
     shape = torch.broadcast_shapes(real.shape, imaginary.shape)
     return ComplexPair(*(part if part.shape == shape else part.expand(shape).clone() for part in (real, imaginary)))
 
 
 def _split_all(values: Any) -> tuple[list[Any], list[Any]]:
-    """Return the real and imaginary parts of several values; a real tensor's imaginary part is a zero tensor."""
+    """Return the real parts and the imaginary parts of several values, with zeros for real tensors."""
     parts = [_split_parts(value) for value in values]
     reals = [real for real, _ in parts]
     return reals, [torch.zeros_like(a) if isinstance(a, Tensor) and not isinstance(b, Tensor) else b for a, b in parts]
@@ -242,7 +251,10 @@ _PARTWISE = {
 
 
 def make_handlers(device: torch.device, inner: dict[Any, Any]) -> dict[Any, Any]:
-    """Return handlers for the functions that can create a complex tensor on the device; they call `inner`."""
+    """Return handlers for the torch functions that can create a complex tensor on the device.
+
+    If the result is not complex, a handler calls the function's handler in `inner` instead.
+    """
     factory = _PairFactory(device.type, inner)
 
     handlers = dict(inner)
@@ -255,28 +267,28 @@ def make_handlers(device: torch.device, inner: dict[Any, Any]) -> dict[Any, Any]
 
 
 class _PairFactory:
-    """Handlers that create pairs instead of complex tensors on the device."""
+    """Handlers that create a `ComplexPair` instead of a complex tensor on the device."""
 
     def __init__(self, device_type: str, inner: dict[Any, Any]) -> None:
         self.device_type, self.inner = device_type, inner
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the inner handler for a function, or the function itself if it has none."""
+        """Call the function's handler in `inner`, or the function itself if it has no handler."""
         handler = self.inner.get(func)
         return handler(func, args, kwargs) if handler is not None else func(*args, **kwargs)
 
     def join(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `view_as_complex`, `complex` or `polar`."""
+        """Run `view_as_complex`, `complex` or `polar`; return a `ComplexPair` for device tensors."""
         return _join(func, args, kwargs) if is_on(args[0].device, self.device_type) else func(*args, **kwargs)
 
     def pad(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `pad_sequence`, which allocates its result before it dispatches on its inputs."""
+        """Run `pad_sequence`; for `ComplexPair` inputs, pad the real and imaginary tensors separately."""
         if isinstance(args[0][0], ComplexPair):
             return _apply_to_parts(func, args, kwargs)
         return self.call(func, args, kwargs)
 
     def create(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a factory on the CPU and copy the result to the device as a pair."""
+        """Run a factory function such as `torch.zeros`; return a complex result as a `ComplexPair`."""
         target = find_target_device(args[0] if args else None, kwargs)
         if target.type != self.device_type or not _creates_complex(func, args, kwargs):
             return self.call(func, args, kwargs)
@@ -286,7 +298,7 @@ class _PairFactory:
         return make_complex_pair(torch.zeros_like(tensor) if func is torch.empty else tensor, target)
 
     def build(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Build a tensor from Python or NumPy data, as a pair if it is complex."""
+        """Build a tensor from Python or NumPy data; return a complex result as a `ComplexPair`."""
         func, args, kwargs = normalize_new_tensor(func, args, kwargs)
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
         target = find_target_device(data, kwargs)
@@ -296,7 +308,7 @@ class _PairFactory:
         return make_complex_pair(tensor, target) if tensor.is_complex() else self.call(func, args, kwargs)
 
     def move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `tensor.to(…)`; a complex result on the device is a pair."""
+        """Run `tensor.to(…)`; return a complex result on the device as a `ComplexPair`."""
         tensor = args[0]
         if isinstance(tensor, ComplexPair):
             return func(*args, **kwargs)
@@ -307,7 +319,7 @@ class _PairFactory:
         return ComplexPair(real.float().to(target), imaginary.float().to(target))
 
     def transform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a Fourier transform on the CPU."""
+        """Run a Fourier transform on the CPU and copy the result back to the device."""
         if args[0].device.type != self.device_type:
             return func(*args, **kwargs)
         result = func(args[0].cpu(), *args[1:], **kwargs)
@@ -315,7 +327,7 @@ class _PairFactory:
 
 
 def _creates_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a factory creates a complex tensor, judging by its dtype or fill value."""
+    """Return whether a factory function creates a complex tensor, based on its dtype or fill value."""
     dtype = kwargs.get("dtype")
     if dtype is not None:
         return bool(dtype.is_complex)
@@ -323,7 +335,7 @@ def _creates_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ComplexPair:
-    """Run `view_as_complex`, `complex` or `polar` on device tensors."""
+    """Compute `view_as_complex`, `complex` or `polar` for device tensors; return a `ComplexPair`."""
     if func is torch.view_as_complex:
         return ComplexPair(args[0][..., 0], args[0][..., 1])
     first, second = args[0], args[1] if len(args) > 1 else next(iter(kwargs.values()))

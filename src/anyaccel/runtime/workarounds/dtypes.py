@@ -50,7 +50,10 @@ _NEEDS_INT64 = (
 def make_handlers(
     device: torch.device, replacements: dict[torch.dtype, torch.dtype], inner: dict[Any, Any]
 ) -> dict[Any, Any]:
-    """Return handlers for the functions that can create an unsupported dtype on the device; they call `inner`."""
+    """Return handlers for the torch functions that can create an unsupported dtype on the device.
+
+    Handlers for factory functions replace the dtype and then call the function's handler in `inner`.
+    """
     replacer = _DtypeReplacer(device, replacements, inner)
     handlers = dict(inner)
     handlers |= dict.fromkeys(_FACTORIES, replacer.create)
@@ -69,7 +72,7 @@ def replace_dtype(tensor: Tensor, replacements: dict[torch.dtype, torch.dtype]) 
 
 
 class _DtypeReplacer:
-    """Handlers that replace the dtypes of tensors on the device; tensors on other devices keep their dtype."""
+    """Handlers that replace unsupported dtypes on the device; tensors on other devices are unchanged."""
 
     def __init__(self, device: torch.device, replacements: dict[torch.dtype, torch.dtype], inner: dict[Any, Any]):
         self.device_type = device.type
@@ -77,12 +80,15 @@ class _DtypeReplacer:
         self.inner = inner
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the inner handler for a function, or the function itself if it has none."""
+        """Call the function's handler in `inner`, or the function itself if it has no handler."""
         handler = self.inner.get(func)
         return handler(func, args, kwargs) if handler is not None else func(*args, **kwargs)
 
     def targets_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether the result will be on the device, given `device=`, a positional device or the first tensor."""
+        """Return whether the result of a call with these arguments will be on the device.
+
+        This depends on `device=`, a positional device, the first tensor or torch's default device.
+        """
         requested = kwargs.get("device")
         if requested is None:
             requested = next((value for value in args if isinstance(value, torch.device)), None)
@@ -94,7 +100,7 @@ class _DtypeReplacer:
         return torch.get_default_device().type == self.device_type
 
     def create(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a factory with the replacement dtype."""
+        """Run a factory function such as `torch.zeros`, replacing a dtype that the device does not support."""
         if self.targets_device(args, kwargs):
             dtype = kwargs.get("dtype") or self._default_dtype(func, args, kwargs)
             if dtype in self.replacements:
@@ -102,7 +108,10 @@ class _DtypeReplacer:
         return self.call(func, args, kwargs)
 
     def _default_dtype(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-        """Return the dtype that a factory uses if `dtype=` is not given; None if that dtype is always supported."""
+        """Return the dtype that a factory function uses if `dtype=` is not given.
+
+        Return None for a bool or complex fill value, because its dtype is never replaced.
+        """
         if args and isinstance(args[0], Tensor):
             return args[0].dtype
         values = [*args, *(kwargs[name] for name in ("start", "end", "step", "fill_value") if name in kwargs)]
@@ -143,14 +152,14 @@ class _DtypeReplacer:
         return func(func(tensor, dtype=replacement), device=device, **options)
 
     def cast(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `tensor.double()` or `tensor.long()`."""
+        """Run `tensor.double()` or `tensor.long()`, casting to the replacement dtype if there is one."""
         replacement = self.replacements.get(_CASTS[func])
         if replacement is None or args[0].device.type != self.device_type:
             return func(*args, **kwargs)
         return args[0].to(replacement)
 
     def cast_by_type(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `tensor.type(torch.float64)`."""
+        """Run `tensor.type(dtype)`, casting to the replacement for `dtype` if there is one."""
         dtype = args[1] if len(args) > 1 else kwargs.get("dtype")
         replacement = self.replacements.get(dtype) if isinstance(dtype, torch.dtype) else None
         if replacement is None or args[0].device.type != self.device_type:
@@ -163,7 +172,7 @@ class _DtypeReplacer:
 
 
 def _widen_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Cast int32 indices back to int64 for a function that requires int64; do not cast data or source tensors."""
+    """Run a function that accepts only int64 indices, casting int32 indices to int64 first."""
 
     def widen(value: Any) -> Any:
         return value.to(torch.int64) if isinstance(value, Tensor) and value.dtype == torch.int32 else value
@@ -200,7 +209,10 @@ def parse_to_arguments(
 def normalize_new_tensor(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Rewrite `tensor.new_tensor(data)` as `torch.tensor(data, device=…, dtype=…)`; leave other functions unchanged."""
+    """Rewrite `tensor.new_tensor(data)` as `torch.tensor(data)` with explicit device and dtype.
+
+    Calls to other functions are returned unchanged.
+    """
     if func is not Tensor.new_tensor:
         return func, args, kwargs
     options = {name: value for name, value in kwargs.items() if value is not None}
@@ -208,7 +220,7 @@ def normalize_new_tensor(
 
 
 def find_target_device(data: Any, kwargs: dict[str, Any]) -> torch.device:
-    """Return the device of a tensor that is built from `data`."""
+    """Return the device for a tensor built from `data` with the given keyword arguments."""
     requested = kwargs.get("device")
     if requested is not None:
         return torch.device(requested)

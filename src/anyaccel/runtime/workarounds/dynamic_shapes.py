@@ -1,7 +1,7 @@
-"""Workarounds for data-dependent shapes on devices with static graphs: the values are read on the CPU.
+"""Workarounds for data-dependent shapes, such as boolean indexing, on devices with static graphs.
 
-Each use costs a device-to-host copy, but without it the operation would fail. The data itself stays on
-the device.
+The values that determine a shape are copied to the CPU. The copy takes time, but without it the
+operation would fail.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _to_cpu(value: Any) -> Any:
 
 
 def _replace_masks(index: Any) -> Any:
-    """Replace the masks in an index with integer indices."""
+    """Replace the boolean masks in an index with integer indices, which are computed on the CPU."""
     entries = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8) for entry in entries):
         return index
@@ -99,7 +99,7 @@ def _replace_masks(index: Any) -> Any:
 
 
 def _index_cpu_tensor(func: Any, tensor: Tensor, index: Any, device_type: str) -> Any:
-    """Index a CPU tensor; if the index is on the device, move the tensor there instead of reading the index back."""
+    """Index a CPU tensor; if the index is on the device, move the tensor there first."""
     entries = index if isinstance(index, tuple) else (index,)
     device = next(
         (entry.device for entry in entries if isinstance(entry, Tensor) and is_on(entry.device, device_type)), None
@@ -108,7 +108,10 @@ def _index_cpu_tensor(func: Any, tensor: Tensor, index: Any, device_type: str) -
 
 
 def _repeat_interleave(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> Any:
-    """Run `repeat_interleave` with a tensor of counts: read the counts on the CPU, gather the data on the device."""
+    """Run `repeat_interleave` with a tensor of counts, which is copied to the CPU.
+
+    The data itself stays on the device.
+    """
     counts = args[1] if len(args) > 1 else kwargs.get("repeats", args[0])
     if not isinstance(counts, Tensor) or counts.device.type != device_type:
         return func(*args, **kwargs)

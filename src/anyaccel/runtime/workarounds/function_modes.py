@@ -69,7 +69,7 @@ _HANDLES_DEVICES = {*_MOVE_FUNCTIONS, torch.Tensor.cpu, torch.Tensor.__getitem__
 
 
 class PipelineFunctionMode(TorchFunctionMode):
-    """Mode for the pipeline's own code: applies handlers and moves CPU tensors to the device."""
+    """A torch function mode for pipeline code that applies handlers and moves CPU tensors to the device."""
 
     def __init__(self, handlers: dict[Any, Handler], host_transfer: HostTransfer) -> None:
         super().__init__()
@@ -92,7 +92,10 @@ class PipelineFunctionMode(TorchFunctionMode):
 
 
 class ModelFunctionMode(TorchFunctionMode):
-    """Mode for code inside a model: only applies handlers, because all tensors are already on the device."""
+    """A torch function mode for code inside a model, which only applies handlers.
+
+    Inside a model, all tensors are already on the device.
+    """
 
     def __init__(self, handlers: dict[Any, Handler]) -> None:
         super().__init__()
@@ -109,7 +112,7 @@ class ModelFunctionMode(TorchFunctionMode):
 
 
 def make_host_transfer(plan: Plan, device: torch.device) -> HostTransfer:
-    """Return the `HostTransfer` that moves CPU tensors to a device as the plan requires."""
+    """Return a `HostTransfer` that moves CPU tensors to a device in the dtypes that the plan requires."""
     replacements = {
         getattr(torch, name): getattr(torch, other) for name, other in plan.replacements.value if other != "pairs"
     }
@@ -150,7 +153,7 @@ def make_pipeline_function_mode(
     cpu_tensors: CpuTensors | None = None,
     overlapped_copy: OverlappedCopy | None = None,
 ) -> PipelineFunctionMode:
-    """Return the function mode for one pipeline call; `overlapped_copy` is set if other calls share the device."""
+    """Return the function mode for one pipeline call; pass `overlapped_copy` if calls share the device."""
     host_transfer = make_host_transfer(plan, device)
     host_transfer.cpu_tensors = cpu_tensors
     if overlapped_copy is not None:
@@ -210,7 +213,10 @@ def _track_schedules(cpu_tensors: CpuTensors, inner: Handler | None) -> Handler:
 
 
 def enter_model_mode(mode: ModelFunctionMode | None) -> tuple[list[PipelineFunctionMode], ModelFunctionMode | None]:
-    """Replace this thread's pipeline modes with the model mode; return the arguments for `exit_model_mode`."""
+    """Replace this thread's active pipeline modes with the model mode.
+
+    Return the arguments for `exit_model_mode`.
+    """
     stack = read_function_modes()
     pipeline_modes: list[PipelineFunctionMode] = []
     while stack and isinstance(stack[-1], PipelineFunctionMode):

@@ -19,7 +19,7 @@ _MAX_FILL_ELEMENTS = 64
 
 
 class HostTransfer:
-    """A helper that moves CPU tensor arguments of torch functions to one device."""
+    """A helper that moves the CPU tensors in a torch function's arguments to one device."""
 
     def __init__(
         self,
@@ -47,7 +47,10 @@ class HostTransfer:
         return self._move_arguments(args, kwargs)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function with aligned arguments, and track CPU results computed from scheduler tensors."""
+        """Call a function, moving its CPU tensors to the device if it also has device tensors.
+
+        Track CPU results that are computed from scheduler tensors.
+        """
         on_cpu, on_device = (False, False) if self.targets_cpu else self._find_devices(args, kwargs)
         if not on_cpu:  # the common case: nothing to move and nothing to track
             return func(*args, **kwargs)
@@ -63,7 +66,10 @@ class HostTransfer:
         return result
 
     def stays_on_cpu(self, tensor: torch.Tensor, target: torch.device) -> bool:
-        """Return whether to skip `tensor.to(target)`: scheduler tensors move only when they are used on the device."""
+        """Return whether to skip `tensor.to(target)` because the tensor belongs to a scheduler.
+
+        A scheduler tensor is copied only when an operation uses it together with device tensors.
+        """
         return self.cpu_tensors is not None and target.type == self.device_type and self.cpu_tensors.owns(tensor)
 
     def _find_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool]:
@@ -106,9 +112,9 @@ class HostTransfer:
 
 
 def copy_or_fill(tensor: torch.Tensor, device: torch.device, copy: CopyFunction = torch.Tensor.to) -> torch.Tensor:
-    """Copy a CPU tensor to the device; if it is small and all its elements are equal, fill a new tensor instead.
+    """Copy a CPU tensor to the device; if it is small and uniform, fill a new tensor there instead.
 
-    The typical case for filling is the timestep of a batch.
+    Filling does not synchronize with the device. A typical uniform tensor is a batch of timesteps.
     """
     # A copy from pageable memory waits for the work in the stream, a fill does not:
     # https://docs.nvidia.com/cuda/cuda-runtime-api/api-sync-behavior.html

@@ -1,8 +1,8 @@
-"""Temporary overrides of scheduler methods; only this module replaces methods such as `scheduler.step`.
+"""Temporary overrides of scheduler methods such as `scheduler.step`.
 
-An override is a callable in the scheduler's `__dict__` that runs a list of wrappers around the original
-method. It has the signature of the method, because pipelines inspect that signature for `generator` and
-`eta`. The scheduler's class does not change, because pipelines check it.
+An override is a callable in the scheduler's `__dict__` that runs a list of wrappers around the
+original method. It has the signature of the method, because pipelines inspect that signature for
+`generator` and `eta`. The scheduler's class does not change, because pipelines check it.
 
 Known limitation: `copy.copy` of a scheduler shares its `__dict__` values, so calling `step` on a
 shallow copy made during a call advances the original. Diffusers pipelines use `copy.deepcopy`.
@@ -27,10 +27,9 @@ MethodWrapper = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, An
 def override_method(
     scheduler: Any, name: str, wrapper: MethodWrapper, *, in_deep_copies: bool = False
 ) -> Iterator[None]:
-    """Run a wrapper around a scheduler method inside the `with` block; the last one added is the outermost.
+    """Wrap a scheduler method inside the `with` block; the wrapper added last is the outermost.
 
-    Deep copies made inside the block have the original method, or the wrapped one if `in_deep_copies` is
-    set.
+    Deep copies made inside the block have the original method, unless `in_deep_copies` is set.
     """
     override = vars(scheduler).get(name)
     if not isinstance(override, MethodOverride):
@@ -49,7 +48,7 @@ def override_method(
 
 
 class MethodOverride:
-    """A method of one scheduler with wrappers around it; without wrappers it runs the original method."""
+    """A scheduler method with wrappers around it; without wrappers, it runs the original method."""
 
     def __init__(self, scheduler: Any, name: str, instance_method: Any) -> None:
         # Weak: the scheduler holds this object, and a cycle would delay releasing it until a garbage collection.
@@ -65,7 +64,7 @@ class MethodOverride:
         return inspect.signature(self._find_original(self._get_scheduler()))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrappers around the original method."""
+        """Call the original method through all wrappers."""
         scheduler = self._get_scheduler()
         run = self._find_original(scheduler)
         for wrapper, _ in self.wrappers:
@@ -90,7 +89,7 @@ class MethodOverride:
         return scheduler
 
     def _find_original(self, scheduler: Any) -> Any:
-        """Return the method without overrides, looked up at call time so later patches to the class take effect."""
+        """Return the original method, looked up at call time so that patches to the class take effect."""
         if self.instance_method is not None:
             return self.instance_method
         return _load_original(scheduler, self.name, None)

@@ -1,7 +1,7 @@
-"""Overrides of each model's `forward` that move its inputs to the device, in a dtype that the device supports.
+"""Overrides of models' `forward` methods that move inputs to the device in a supported dtype.
 
-An override also switches from the pipeline's torch function mode to the model's, and records the output for the NaN
-check.
+An override also switches from the pipeline's torch function mode to the model's, and records the
+output for the NaN check.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class InputAdapter:
         )
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model on adapted inputs."""
+        """Run the model with its inputs moved to the device and cast to supported dtypes."""
         device = self._find_device()
         if device.type != self.device.type:
             return self._run_elsewhere(device, forward, args, kwargs)
@@ -83,13 +83,14 @@ class InputAdapter:
         return output if self.cast_to is None else map_tensors(output, self._cast_back)
 
     def _runs_compiled(self) -> bool:
-        """Return whether the model runs compiled code; after a failure it always runs eagerly."""
+        """Return whether the model runs compiled code; after a compilation failure, it runs eagerly."""
         return self.compiled is not None and not getattr(self.compiled, "failure", "")
 
     def _find_device(self) -> torch.device:
-        """Return the device of the model, which the user may have moved.
+        """Return the device of the model's weights, which the user may have moved.
 
-        Weights with accelerate or diffusers hooks move at every forward, so their current device is ignored.
+        The current device of weights with accelerate or diffusers hooks is ignored, because these weights
+        move at every forward.
         """
         module: torch.nn.Module | None = unwrap_compiled(self.module())
         if module is None or is_host(self.device):
@@ -105,7 +106,7 @@ class InputAdapter:
     def _run_elsewhere(
         self, device: torch.device, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a model that the user moved to another device, without workarounds."""
+        """Run a model on the device to which the user moved it, without workarounds."""
         modes = enter_model_mode(None)
         try:
             args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(device))
@@ -145,7 +146,7 @@ class InputAdapter:
         return value
 
     def _convert_timestep(self, timestep: Any) -> Any:
-        """Return the timestep as a float32 tensor on the device, if the device does not support int64."""
+        """Convert a timestep to a float32 tensor on the device if the device does not support int64."""
         if not self.float_timesteps:
             return timestep
         if isinstance(timestep, int | float) and not isinstance(timestep, bool):
@@ -156,12 +157,15 @@ class InputAdapter:
 
 
 def _make_plan_key(plan: Plan) -> tuple[Any, ...]:
-    """Return the decisions of a plan that an adapter depends on."""
+    """Return the plan's decisions that an input adapter depends on, such as dtype and attention."""
     return plan.dtype.value, plan.replacements.value, plan.workarounds.value, plan.attention.value
 
 
 def set_input_adapters(components: dict[str, Any], plan: Plan, device: torch.device) -> None:
-    """Set an adapter on every model that has none for this plan, including models that the user replaced."""
+    """Set an input adapter on every model that has none for this plan and device.
+
+    This includes models that the user has replaced.
+    """
     function_mode: ModelFunctionMode | None = None
     for name, component in components.items():
         if not isinstance(component, torch.nn.Module):
@@ -190,7 +194,7 @@ def drop_stale_casts(components: dict[str, Any]) -> None:
 
 
 def find_input_adapters(component: torch.nn.Module) -> list[InputAdapter]:
-    """Return the adapters of one model."""
+    """Return the input adapters of a model and, for an autoencoder, of its submodules."""
     overrides = [get_override(module, Slot.INPUTS) for module in _find_entry_modules(component)]
     return [override for override in overrides if isinstance(override, InputAdapter)]
 
@@ -208,7 +212,7 @@ def _find_entry_modules(component: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _find_timestep_argument(module: torch.nn.Module) -> tuple[int | None, str]:
-    """Return the position and the name of a model's timestep argument."""
+    """Return the position and the name of a model's timestep argument; `(None, "")` if it has none."""
     names = list(inspect.signature(unwrap_compiled(module).forward).parameters)
     timestep = next((name for name in names if name in _TIMESTEP_ARGUMENTS), "")
     return (names.index(timestep), timestep) if timestep else (None, "")
@@ -221,5 +225,5 @@ def _embeds_timestep_index(module: torch.nn.Module) -> bool:
 
 
 def _has_hook(module: torch.nn.Module) -> bool:
-    """Return whether accelerate or diffusers moves the weights of a module."""
+    """Return whether a module has an accelerate or diffusers hook, which may move its weights."""
     return accelerate_internals.has_hook(vars(module)) or diffusers_internals.has_hook(vars(module))

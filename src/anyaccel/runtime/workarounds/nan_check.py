@@ -1,4 +1,4 @@
-"""Check for NaN and Inf in model outputs, and search for the module that produced them first."""
+"""Checks for NaN and Inf in model outputs, and a search for the first module that produces them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _LOG = logging.getLogger("anyaccel")
 
 
 class OutputCheck:
-    """The last output of each model, or its sum if the output is large; values are read only after the call."""
+    """The last output of each model, which is checked for NaN and Inf only after the call.
+
+    For a large output, only the sum is stored.
+    """
 
     def __init__(self, record_event: RecordEvent | None = None) -> None:
         self.last_outputs: dict[str, torch.Tensor] = {}
@@ -51,7 +54,7 @@ def checking_outputs(record_event: RecordEvent | None = None) -> Iterator[Output
 
 
 def record_output(name: str, output: Any) -> None:
-    """Record the output of a model for the active check."""
+    """Record a model's output for the NaN check that is active in this thread, if any."""
     check = getattr(_ACTIVE, "check", None)
     tensor = first_floating(output)
     if check is not None and tensor is not None:
@@ -64,7 +67,7 @@ def record_output(name: str, output: Any) -> None:
 
 
 def find_non_finite(check: OutputCheck) -> list[str]:
-    """Return the models with NaN or Inf in their last output, in the order in which they first ran."""
+    """Return the names of models with NaN or Inf in their last output, in the order they first ran."""
     if not check.last_outputs:
         return []
     flags = [torch.isfinite(tensor).all() for tensor in check.last_outputs.values()]
@@ -75,10 +78,11 @@ def find_non_finite(check: OutputCheck) -> list[str]:
 
 @contextmanager
 def find_first_non_finite(components: dict[str, Any]) -> Iterator[list[tuple[str, int]]]:
-    """Check the output of every module inside the `with` block; yield a list that receives the first failure.
+    """Yield a list that receives the first module with NaN or Inf in its output.
 
-    The failure is the module path and the number of the model's forward pass. Every check synchronizes with
-    the device, so use this only to rerun a failed call.
+    The entry is the module's path and the number of the model's forward pass. The output of every
+    module inside the `with` block is checked, which synchronizes with the device. Use this only to
+    rerun a failed call.
     """
     failures: list[tuple[str, int]] = []
     forward_counts: dict[str, int] = {}
@@ -112,7 +116,7 @@ def find_first_non_finite(components: dict[str, Any]) -> Iterator[list[tuple[str
 
 
 def warn_safety_checker(result: Any) -> None:
-    """Warn that the safety checker replaced images, because black images could be mistaken for NaN outputs."""
+    """Warn if the safety checker replaced images with black ones, which could be mistaken for NaN."""
     flags = getattr(result, "nsfw_content_detected", None)
     if isinstance(flags, list) and any(flags):
         vars(result)["blackened"] = [bool(flag) for flag in flags]

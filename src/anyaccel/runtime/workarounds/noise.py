@@ -42,11 +42,11 @@ class NoiseSource:
     """A noise source that draws from the pipeline's generator, or from torch's default CPU generator."""
 
     def draw(self, draw: Draw, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        """Draw a tensor of the given shape."""
+        """Call `draw` with the shape and the generator, and return the resulting tensor."""
         return draw(shape, generator)
 
     def owns(self, generator: torch.Generator) -> bool:
-        """Return whether this source created the generator from a seed; all other generators come from the caller."""
+        """Return whether this source created the generator from a seed, rather than the caller passing it."""
         return False
 
 
@@ -115,7 +115,7 @@ def make_generators(seeds: Sequence[int]) -> list[torch.Generator]:
 def make_handlers(
     device: torch.device, replacements: dict[torch.dtype, torch.dtype], copy: CopyFunction = Tensor.to
 ) -> dict[Any, Any]:
-    """Return handlers for torch's random functions; `copy` moves the drawn tensors to the device."""
+    """Return handlers that run torch's random functions on the CPU; `copy` moves results to the device."""
     drawing = _CpuDrawing(device, replacements, copy)
     handlers: dict[Any, Any] = dict.fromkeys(_BY_SHAPE, drawing.by_shape)
     handlers |= dict.fromkeys(_LIKE, drawing.like)
@@ -146,7 +146,7 @@ class _CpuDrawing:
         return result.requires_grad_() if kwargs.get("requires_grad") else result
 
     def by_shape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `torch.randn(shape, …)` or `torch.rand(shape, …)`."""
+        """Run `torch.randn(shape, …)` or `torch.rand(shape, …)` on the CPU and copy the result to the device."""
         target = torch.device(kwargs.get("device") or torch.get_default_device())
         generator = kwargs.get("generator")
         if "out" in kwargs or self._is_device_generator(generator, target):
@@ -158,7 +158,7 @@ class _CpuDrawing:
         return self._finish(drawn, dtype, target, kwargs)
 
     def like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `torch.randn_like(tensor)` or `torch.rand_like(tensor)`."""
+        """Run `torch.randn_like` or `torch.rand_like` on the CPU and copy the result to the device."""
         template = args[0] if args else kwargs["input"]
         target, generator = torch.device(kwargs.get("device") or template.device), kwargs.get("generator")
         if self._is_device_generator(generator, target):
@@ -169,7 +169,7 @@ class _CpuDrawing:
         return self._finish(drawn, dtype, target, kwargs)
 
     def integers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `torch.randint` or `torch.randperm`."""
+        """Run `torch.randint` or `torch.randperm` on the CPU and copy the result to the device."""
         target = torch.device(kwargs.get("device") or torch.get_default_device())
         generator = kwargs.get("generator")
         if self._is_device_generator(generator, target):
@@ -185,7 +185,7 @@ class _CpuDrawing:
         return self._finish(drawn, drawn.dtype, target, kwargs)
 
     def integers_like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `torch.randint_like(tensor, …)`."""
+        """Run `torch.randint_like` on the CPU and copy the result to the device."""
         target = torch.device(kwargs.get("device") or args[0].device)
         template = torch.empty(args[0].shape, dtype=args[0].dtype, device="cpu")
         drawn = func(template, *args[1:], **{name: value for name, value in kwargs.items() if name != "device"})
@@ -226,7 +226,7 @@ class _CpuDrawing:
 
 
 def _choose_draw_dtype(dtype: torch.dtype, generator: torch.Generator | None) -> torch.dtype:
-    """Return the dtype to draw in: float32 instead of half precision, unless the caller passed the generator."""
+    """Return the dtype for drawing: float32 for half precision, unless the caller passed a generator."""
     is_callers = generator is not None and not _current_source().owns(generator)
     return torch.float32 if dtype in _HALF_DTYPES and not is_callers else dtype
 

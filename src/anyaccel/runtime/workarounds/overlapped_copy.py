@@ -1,7 +1,8 @@
-"""Copies between CPU and device that do not block on the work of other calls on the same device.
+"""Copies between the CPU and a device that do not wait for other calls' work on that device.
 
-A copy from or to pageable host memory blocks until the device has finished all enqueued work. Meanwhile no
-other thread can enqueue anything, so one call that reads its image would stall all concurrent calls.
+A copy from or to pageable host memory blocks until the device has finished all enqueued work.
+Meanwhile, no other thread can enqueue work, so one call that reads its image would stall all
+concurrent calls.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _MOVE_FUNCTIONS = (torch.Tensor.to, torch.Tensor.type_as, torch.Tensor.cpu)
 
 
 def find_overlapped_copy(placement: Placement) -> OverlappedCopy | None:
-    """Return the copier for a device that several calls share; None for a single call or a device without events."""
+    """Return an `OverlappedCopy` if several calls share a device that supports events, otherwise None."""
     return OverlappedCopy(placement.opened) if placement.shared and placement.opened.driver.has_events else None
 
 
 class OverlappedCopy:
-    """Copies between the CPU and one device that run on a side stream."""
+    """Copies between the CPU and one device that do not wait for the work of concurrent calls."""
 
     def __init__(self, opened: OpenDevice) -> None:
         self.driver, self.index, self.device_type = opened.driver, opened.index, opened.torch_device.type
@@ -39,24 +40,27 @@ class OverlappedCopy:
         return self.driver.record_event(self.index)
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Copy a CPU tensor to the device."""
+        """Copy a CPU tensor to the device without waiting for enqueued work."""
         # Through pinned memory: a copy from pageable memory would synchronize with the stream
         # (https://docs.nvidia.com/cuda/cuda-runtime-api/api-sync-behavior.html).
         return self.driver.send(tensor, device)
 
     def to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a device tensor to the CPU."""
+        """Copy a device tensor to the CPU, waiting only for work enqueued before the copy."""
         return self.read_after(self.record_event(), tensor.cpu)
 
     def read_after(self, wait: Callable[[], None], read: Callable[[], _Result]) -> _Result:
-        """Wait for an event, then read from the device without waiting for work enqueued after the event."""
+        """Wait for an event, then call `read` without waiting for work enqueued after the event."""
         wait()
         # On the side stream: on the default stream the read would queue behind the work of other calls.
         with self.driver.side_stream(self.index):
             return read()
 
     def make_handlers(self, handlers: dict[Any, Handler]) -> dict[Any, Handler]:
-        """Return handlers for functions that move tensors; moves that are not overlapped use the existing handlers."""
+        """Return handlers for `to`, `type_as` and `cpu` that overlap copies with the work of other calls.
+
+        Moves that cannot be overlapped use the existing handlers.
+        """
         return {func: self._wrap_handler(handlers.get(func)) for func in _MOVE_FUNCTIONS}
 
     def _wrap_handler(self, inner: Handler | None) -> Handler:

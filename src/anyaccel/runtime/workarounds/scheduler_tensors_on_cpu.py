@@ -1,8 +1,8 @@
-"""Schedulers on the CPU: looking up a timestep or sigma does not synchronize with the device.
+"""Schedulers that stay on the CPU, so reading a timestep does not synchronize with the device.
 
-During a call the scheduler's methods run with `device="cpu"`, and `CpuTensors` tracks the tensors they create. If a
-pipeline moves such a tensor to the device, the tensor stays on the CPU. The torch function mode copies it when an
-operation uses it together with device tensors.
+During a call, the scheduler's methods run with `device="cpu"`, and `CpuTensors` tracks the tensors
+that they create. If a pipeline tries to move such a tensor to the device, the tensor stays on the
+CPU. The torch function mode copies it when an operation uses it together with device tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TIMESTEP_METHODS = ("step", "scale_model_input", "index_for_timestep", "previou
 
 
 class CpuTensors:
-    """The schedulers' tensors, and tensors computed only from them."""
+    """A registry of the schedulers' CPU tensors and of tensors computed only from them."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, torch.Tensor] = {}
@@ -36,7 +36,7 @@ class CpuTensors:
         self.closed = False
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Track a tensor and its views."""
+        """Track a tensor and all views that share its storage."""
         address = tensor.untyped_storage().data_ptr()
         if address:  # an empty tensor has no storage
             self._tensors[address] = tensor
@@ -53,7 +53,7 @@ class CpuTensors:
 
 @contextmanager
 def keep_on_cpu(components: dict[str, Any]) -> Iterator[CpuTensors]:
-    """Keep a pipeline's schedulers on the CPU inside the `with` block."""
+    """Keep the schedulers' tensors on the CPU inside the `with` block; yield the registry of tensors."""
     cpu_tensors = CpuTensors()
     schedulers = {id(component): component for component in components.values() if _is_scheduler(component)}.values()
     with ExitStack() as stack:
@@ -93,7 +93,7 @@ def _find_methods(scheduler_class: Any) -> dict[str, inspect.Signature]:
 
 
 class _CpuMethod:
-    """A wrapper for a scheduler method that sets its `device` argument to the CPU and copies its timestep there."""
+    """A wrapper that runs a scheduler method with `device="cpu"` and with its timestep on the CPU."""
 
     def __init__(self, signature: inspect.Signature, cpu_tensors: CpuTensors) -> None:
         self.cpu_tensors = cpu_tensors

@@ -1,4 +1,4 @@
-"""Sliced attention: the same result with fewer attention scores in memory at a time."""
+"""Sliced attention, which needs memory for fewer attention scores and returns the same result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 
 def make_handlers(rule: AttentionRule) -> dict[Any, Any]:
-    """Return the handler for `scaled_dot_product_attention`, which diffusers and transformers call by default."""
+    """Return a handler for `scaled_dot_product_attention` that slices attention as `rule` requires."""
 
     def attend(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _attend(rule, *args, **kwargs)
@@ -78,7 +78,7 @@ def attend_in_slices(
     causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Compute attention for only some rows (batch × heads) and some queries at a time."""
+    """Compute attention in slices of rows (batch × heads) and queries, to reduce memory use."""
     lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     queries, keys = query.shape[-2], key.shape[-2]
     query, key, value = (_flatten(tensor, lead) for tensor in (query, key, value))

@@ -1,4 +1,4 @@
-"""Workarounds for devices on which uninitialized memory affects results (`torch.empty`, `baddbmm(beta=0)`)."""
+"""Workarounds for uninitialized memory that affects results (`torch.empty`, `baddbmm(beta=0)`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EMPTY_FACTORIES = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.n
 
 
 def make_zero_empty_handlers(device: torch.device) -> dict[Any, Any]:
-    """Return handlers that zero-fill the result of `torch.empty` on the device."""
+    """Return handlers that zero-fill the results of `torch.empty` and similar functions on the device."""
 
     # On MPS new memory can contain NaN. diffusers' sliced attention passes `torch.empty` to `baddbmm`, and one NaN
     # turns the image black: https://github.com/huggingface/diffusers/issues/14438 (torch 2.13).

@@ -1,1 +1,1 @@
-"""Step batching: several requests share one denoiser call."""
+"""Step batching: denoising steps of concurrent requests run as one batched model call."""

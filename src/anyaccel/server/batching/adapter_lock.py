@@ -1,4 +1,4 @@
-"""Lock for model calls, held either by several calls with the same LoRA adapter or by one exclusive call."""
+"""Lock for model calls, shared by calls with the same LoRA adapter or held by one exclusive call."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _POLL_S = 0.2
 
 
 class AdapterLock:
-    """FIFO lock that up to `max_holders` calls can hold at the same time if they use the same adapter.
+    """FIFO lock that up to `max_holders` model calls with the same LoRA adapter can hold at the same time.
 
-    `switch` is called with the new adapter while no call holds the lock.
+    If the next call uses a different adapter, `switch` is called with that adapter while no call holds
+    the lock.
     """
 
     def __init__(self, max_holders: int, switch: Callable[[str | None], None] = lambda adapter: None) -> None:
@@ -33,9 +34,10 @@ class AdapterLock:
     def acquire(
         self, adapter: str | None = None, *, exclusive: bool = False, is_stopped: Callable[[], bool] = lambda: False
     ) -> Iterator[None]:
-        """Hold the lock inside the `with` block; an exclusive call waits until no other call holds the lock.
+        """Acquire the lock for `adapter`, and release it at the end of the `with` block.
 
-        Raises `StoppedError` if `is_stopped` returns true during the wait.
+        An exclusive call waits until no other call holds the lock. Raises `StoppedError` if `is_stopped`
+        returns true while the call is waiting.
         """
         ticket = object()
         with self.changed:

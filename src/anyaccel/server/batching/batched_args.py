@@ -1,4 +1,4 @@
-"""Functions that join the arguments of several model calls into one batched call and split its result."""
+"""Functions that combine several model calls into one batched call and split the batched result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Spec = TreeSpec | tuple[int, tuple[str, ...]]
 
 @dataclass(frozen=True, eq=False)
 class CallArgs:
-    """Flattened arguments of one call."""
+    """Arguments of one model call, flattened to a tuple of tensors and other values."""
 
     leaves: tuple[Any, ...]
     spec: _Spec
@@ -36,7 +36,10 @@ class CallArgs:
     """Properties that two calls must share to be joined: dtypes, devices, shapes without the batch, plain values."""
 
     def can_join(self, other: CallArgs) -> bool:
-        """Return whether two calls can be batched, that is, differ only in their batched inputs and timesteps."""
+        """Return whether this call and `other` can run in one batch.
+
+        They can if their arguments differ only in timesteps and in tensors with a batch dimension.
+        """
         if self is other:
             return True
         if self.spec != other.spec or self.key != other.key:
@@ -88,7 +91,11 @@ def _unflatten(leaves: Sequence[Any], spec: _Spec) -> tuple[tuple[Any, ...], dic
 
 
 def make_call_args(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArgs | None:
-    """Flatten the arguments of a call; return None if the call cannot be batched."""
+    """Flatten the arguments of a model call; return None if the call cannot be batched.
+
+    A call cannot be batched if no argument is a tensor with at least two dimensions, or if an argument
+    has an unsupported type.
+    """
     leaves, spec = _flatten(args, kwargs)
     first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 1), None)
     if first is None or not all(isinstance(leaf, _LEAF_TYPES) for leaf in leaves):
@@ -111,9 +118,9 @@ def _make_leaf_key(leaf: Any, rows: int) -> Any:
 
 
 def join_args(calls: Sequence[CallArgs], rows: int | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments for a single call that replaces all `calls`.
+    """Concatenate the arguments of several model calls into the arguments of one batched call.
 
-    If `rows` is given, the batch is padded to that size by repeating the last row.
+    If `rows` is given, the batch is padded to `rows` rows by repeating the last row.
     """
     first = calls[0]
     if len(calls) == 1 and rows is None:
@@ -139,7 +146,10 @@ def _join_leaf(leaves: list[Any], calls: Sequence[CallArgs], padding: int) -> An
 
 
 def split_result(result: Any, rows: Sequence[int]) -> list[Any]:
-    """Split the result of a joined call into one result per call; `rows` contains the batch size of each call."""
+    """Split the result of a batched call into one result per original call.
+
+    `rows` contains the batch size of each original call.
+    """
     if len(rows) == 1 or (len(rows) == 2 and rows[1] == 0):  # one call, unpadded
         return [result]
     leaves, spec = tree_flatten(result)
@@ -157,7 +167,7 @@ def split_result(result: Any, rows: Sequence[int]) -> list[Any]:
 
 
 def results_match(result: Any, expected: Any) -> bool:
-    """Return whether two results are equal within the rounding error of their dtype."""
+    """Return whether the floating-point tensors in two outputs match within a dtype-dependent tolerance."""
     pairs = zip(tree_flatten(result)[0], tree_flatten(expected)[0], strict=True)
     for left, right in pairs:
         if not isinstance(left, torch.Tensor) or not left.is_floating_point():

@@ -1,4 +1,4 @@
-"""Pipeline for concurrent calls, each of which runs on a lightweight copy that shares the models."""
+"""Wrapper that runs concurrent pipeline calls on lightweight copies, which share the same models."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _DEFAULT_MAX_CALLS = 8
 
 
 class SharedPipeline:
-    """A placed pipeline that several threads can call concurrently.
+    """Wrapper that lets several threads call one pipeline at the same time.
 
-    Calls to a model are batched if its batched and unbatched results match.
+    Concurrent calls to a model are batched if its batched and unbatched results match.
     """
 
     def __init__(self, pipe: Any, *, max_calls: int = _DEFAULT_MAX_CALLS, max_wait_s: float | None = None) -> None:
@@ -41,17 +41,18 @@ class SharedPipeline:
         self.forwards = {name: self._install(module, name in denoisers) for name, module in _batchable_modules(pipe)}
 
     def run(self, call: Mapping[str, Any], pipe_copy: Any = None) -> Any:
-        """Run a pipeline call and return its output, which is not affected by concurrent calls.
+        """Call the pipeline with the keyword arguments in `call` and return its output; thread-safe.
 
-        The call runs on `pipe_copy`, a lightweight copy of this pipeline or of another pipeline with the same
-        models. By default, a new copy is created.
+        The call runs on `pipe_copy`, a lightweight copy of this pipeline or of another pipeline with the
+        same models. By default, a new copy is created.
         """
         with self.batcher.participating():
             return (light_copy(self.pipe) if pipe_copy is None else pipe_copy)(**call)
 
     def warm_up(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, bool]:
-        """Run two calls and enable batching for each model whose batched and unbatched results match.
+        """Enable batching for each model if its batched and unbatched results match.
 
+        The models are tested with the inputs that they receive in the pipeline calls `first` and `second`.
         Returns a dict that maps each model's name to whether batching is enabled for it.
         """
         recorded: dict[str, list[CallArgs]] = {name: [] for name in self.forwards}
@@ -67,14 +68,15 @@ class SharedPipeline:
         return {name: forward.enabled for name, forward in self.forwards.items()}
 
     def enable(self, enabled: Mapping[str, bool]) -> None:
-        """Enable or disable batching for each model."""
+        """Enable or disable batching for each model; `enabled` maps each model's name to a boolean."""
         for name, forward in self.forwards.items():
             forward.enabled = enabled[name]
 
     def prepare_batch_sizes(self, calls: int) -> None:
-        """Run batches of 1, 2, 4, ... calls in advance; later batches are padded to one of these sizes.
+        """Run each batched model in advance with batches of 1, 2, 4, ... calls, up to `calls` calls.
 
-        Used for devices that compile one graph per shape.
+        Later batches are padded to one of these sizes. This is for devices that compile one graph per input
+        shape.
         """
         sizes = [1]
         while sizes[-1] < calls:
@@ -87,7 +89,7 @@ class SharedPipeline:
     def _recording_args(self, recorded: dict[str, list[CallArgs]]) -> Iterator[None]:
         """Disable batching inside the `with` block, and record the arguments of model calls in `recorded`.
 
-        Only the first call of each model per pipeline call is recorded.
+        For each pipeline call, only the first call to each model is recorded.
         """
         for name, forward in self.forwards.items():
             forward.enabled, forward.recorded_args = False, recorded[name]
@@ -98,12 +100,15 @@ class SharedPipeline:
                 forward.recorded_args = None
 
     def close(self) -> None:
-        """Restore each model's original forward method."""
+        """Stop batching and restore each model's original forward method."""
         for forward in self.forwards.values():
             remove_override(forward.module, Slot.BATCHING)
 
     def drop_stale_captures(self) -> None:
-        """Drop the captured graphs of models that have changed since capture; no call may be running."""
+        """Discard the captured device graphs of each model that has changed since the capture.
+
+        Must not be called while a pipeline call is running.
+        """
         for forward in self.forwards.values():
             capture = get_override(forward.module, Slot.CAPTURE)
             if isinstance(capture, GraphCapture):
@@ -116,7 +121,7 @@ class SharedPipeline:
 
 
 def _find_mark(placement: Placement | None) -> RecordEvent | None:
-    """Return a function that records a device event, or None on the CPU, which runs synchronously."""
+    """Return a function that records a device event, or None if the pipeline is not on an accelerator."""
     if placement is None or is_host(placement.opened.torch_device):
         return None
     return functools.partial(placement.opened.driver.record_event, placement.opened.index)
@@ -133,7 +138,10 @@ def _batchable_modules(pipe: Any) -> Iterator[tuple[str, torch.nn.Module]]:
 
 
 def light_copy(pipe: Any) -> Any:
-    """Return a copy of a pipeline that shares its models but has its own schedulers, tokenizers and placement."""
+    """Return a copy of a pipeline that shares its models but has its own schedulers and tokenizers.
+
+    The copy also has its own placement state, so that it can run at the same time as other copies.
+    """
     # Schedulers and tokenizers are not thread-safe: https://github.com/huggingface/diffusers/issues/3672 and
     # https://github.com/huggingface/diffusers/issues/9362
     pipe_copy = object.__new__(type(pipe))

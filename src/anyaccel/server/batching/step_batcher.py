@@ -1,8 +1,9 @@
-"""Step batching: concurrent pipeline calls run their denoiser calls as one batch.
+"""Step batching: denoiser calls from concurrent pipeline calls run as one batch.
 
-Each request runs an unmodified pipeline call in its own thread. An override of the model's forward method delays a call
-while other calls are about to reach the same model. It concatenates the inputs of the waiting calls, each at its own
-timestep, and returns to each call its rows of the output. The thread that completes a batch runs it for all calls.
+Each request runs an unmodified pipeline call in its own thread. An override of the model's forward
+method delays each call while other threads are about to call the same model. The inputs of the
+waiting calls, each at its own timestep, are then concatenated, and each call receives its rows of
+the output. One of the waiting threads runs the batch for all of them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _WARM_UP_RUNS = 4
 
 @dataclass(eq=False)
 class _PendingCall:
-    """A call that is waiting for its batch."""
+    """A model call that is waiting to run as part of a batch."""
 
     args: CallArgs
     thread_id: int
@@ -60,7 +61,7 @@ class _EnqueuedBatch:
 
 @dataclass
 class BatchStats:
-    """Statistics about the batches that a model ran."""
+    """Counts of the batches and calls that one model has run."""
 
     batches: int = 0
     calls: int = 0
@@ -71,7 +72,7 @@ class BatchStats:
     """Number of batches by their number of calls."""
 
     def record(self, calls: int) -> None:
-        """Record a batch that contains `calls` calls."""
+        """Add a batch of `calls` calls to the statistics."""
         self.batches, self.calls, self.largest = self.batches + 1, self.calls + calls, max(self.largest, calls)
         self.sizes[calls] = self.sizes.get(calls, 0) + 1
 
@@ -79,13 +80,15 @@ class BatchStats:
 class StepBatcher:
     """Scheduling state shared by all batched models of one pipeline.
 
-    A call waits for others for at most `max_wait_s` seconds after the device becomes idle; the default is half the
-    duration of the last batch.
+    A call waits for other calls for at most `max_wait_s` seconds after the device becomes idle; the
+    default is half the duration of the last batch.
 
-    Accelerators run asynchronously. `mark` records an event after the work enqueued so far and returns a function that
-    waits for it. If these events are exact, the next batch is enqueued while the device runs the current one, so the
-    device does not become idle between them. At most one batch is enqueued ahead: otherwise, all steps of the running
-    calls would be enqueued before a new request arrives, and the request could not join them.
+    Accelerators run asynchronously. `mark` records an event after the work enqueued so far and returns
+    a function that waits for that event. With `exact=True`, the event does not depend on work that is
+    enqueued later. The next batch can then be enqueued while the device runs the current one, so the
+    device does not become idle between them. At most one batch is enqueued ahead: otherwise, all steps
+    of the running calls would be enqueued before a new request arrives, and the request could not join
+    them.
     """
 
     def __init__(
@@ -113,7 +116,10 @@ class StepBatcher:
 
     @contextmanager
     def participating(self) -> Iterator[None]:
-        """Register this thread's pipeline call inside the `with` block, so that batches wait for it."""
+        """Register the current thread's pipeline call for the duration of the `with` block.
+
+        Batches wait for the model calls of registered pipeline calls.
+        """
         thread_id = threading.get_ident()
         with self.changed:
             self.active_calls[thread_id] = None
@@ -128,11 +134,11 @@ class StepBatcher:
                 self.changed.notify_all()
 
     def acquire_gil_slot(self) -> None:
-        """Wait for the slot that lets one thread at a time continue after a batch.
+        """Acquire the slot that lets only one thread at a time continue after a batch.
 
-        All threads of a batch could continue at the same time, but the GIL runs only one of them. If they alternate
-        after every operation, the Python code between two batches takes about twice as long. The wait ends early if the
-        owner of the slot seems to be blocked.
+        Without the slot, all threads of a batch would continue at the same time and compete for the GIL. If
+        they alternate after every operation, the Python code between two batches takes about twice as long.
+        The method returns without the slot if the thread that holds it seems to be blocked.
         """
         releases = -1
         # Give up only if the slot was not released during a whole timeout: its owner is then blocked elsewhere.
@@ -143,24 +149,24 @@ class StepBatcher:
                 return
 
     def release_gil_slot(self) -> None:
-        """Release the slot if this thread owns it."""
+        """Release the GIL slot if the current thread holds it; do nothing otherwise."""
         if self.slot_owner == threading.get_ident():
             self.slot_owner, self.slot_releases = None, self.slot_releases + 1
             self.gil_slot.release()
 
     def is_participating(self) -> bool:
-        """Return whether this thread has a registered pipeline call."""
+        """Return whether the current thread has registered a pipeline call with `participating`."""
         return threading.get_ident() in self.active_calls
 
     def compute_max_wait(self) -> float:
-        """Return how many seconds the device may stay idle while a batch waits for more calls."""
+        """Return the maximum number of seconds that a batch waits for more calls while the device is idle."""
         if self.max_wait_s is not None:
             return self.max_wait_s
         return min(_MAX_WAIT_S, max(_MIN_WAIT_S, self.last_batch_s / 2))
 
     @contextmanager
     def device_access(self) -> Iterator[None]:
-        """Wait until no other thread uses the device, and hold exclusive access to it inside the `with` block."""
+        """Wait for exclusive access to the device, and hold it for the duration of the `with` block."""
         with self.changed:
             while self.busy:
                 self.changed.wait()
@@ -170,7 +176,11 @@ class StepBatcher:
 
     @contextmanager
     def releasing_device(self, *, is_batch: bool = False) -> Iterator[None]:
-        """Release the device at the end of the `with` block; the caller must have set `busy`."""
+        """Release exclusive access to the device at the end of the `with` block.
+
+        The caller must set `busy` before entering the block. `is_batch` is true if the block enqueues a
+        batch of denoiser calls.
+        """
         started_at = time.monotonic()
         try:
             yield
@@ -186,7 +196,8 @@ class StepBatcher:
     def _record_enqueued(self, started_at: float, *, is_batch: bool) -> None:
         """Record an event after the most recently enqueued work.
 
-        Work outside the denoising loop, such as a decoder call, does not count toward the look-ahead limit.
+        Work other than a denoiser batch, such as a decoder call, is added to the previous batch, so it does
+        not count toward the limit on batches enqueued ahead.
         """
         assert self.mark is not None
         if self.enqueued and not is_batch:
@@ -197,8 +208,9 @@ class StepBatcher:
     def wait_for_oldest(self) -> None:
         """Wait until the device has finished the oldest enqueued batch.
 
-        The caller must hold the lock, which is released during the wait. If events are exact, other threads may
-        enqueue work in the meantime. Otherwise, they may not, because the wait would also cover their work.
+        The caller must hold the lock, which is released during the wait. Other threads may enqueue work
+        during the wait only if the batcher was created with `exact=True`. Otherwise, the wait would also
+        include that work.
         """
         oldest, self.synchronizing, self.busy = self.enqueued[0], True, not self.look_ahead
         self.changed.release()
@@ -216,7 +228,7 @@ class StepBatcher:
             self.pending_notify = True
 
     def notify_if_pending(self) -> None:
-        """Wake the threads that have not yet been notified of a finished batch."""
+        """Wake all waiting threads if a batch has finished and they have not been notified yet."""
         # Deferred until here: waking all threads costs GIL time, and this thread often runs the next batch itself.
         if self.pending_notify:
             self.pending_notify = False
@@ -228,7 +240,7 @@ class StepBatcher:
 
 
 class BatchedForward:
-    """Override of a model's forward method that batches concurrent calls."""
+    """Override of a model's forward method that runs concurrent calls as one batch."""
 
     def __init__(
         self, module: torch.nn.Module, batcher: StepBatcher, *, enabled: bool = True, is_denoiser: bool = True
@@ -247,11 +259,14 @@ class BatchedForward:
         self.stats = BatchStats()
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's underlying forward method, which may be compiled or captured, without batching."""
+        """Call the model's original, compiled or graph-captured forward method without batching."""
         return run_beneath(self.module, Slot.BATCHING, args, kwargs)
 
     def matches_unbatched(self, calls: list[CallArgs]) -> bool:
-        """Return whether two calls produce matching results with and without batching."""
+        """Return whether two calls produce matching results with and without batching.
+
+        Returns False if the two calls cannot be batched or the model raises an exception.
+        """
         if len(calls) != 2 or not calls[0].can_join(calls[1]):
             return False
         try:
@@ -265,7 +280,10 @@ class BatchedForward:
         return all(results_match(batched, unbatched) for batched, unbatched in zip(results, expected, strict=True))
 
     def prepare_batch_sizes(self, sizes: Sequence[int]) -> None:
-        """Run and time a batch for each number of calls in `sizes`; later batches are padded to one of these sizes."""
+        """Run and time one batch for each number of calls in `sizes`.
+
+        Later batches are padded to one of these sizes.
+        """
         assert self.example_args is not None
         for calls in sizes:
             rows = calls * self.example_args.rows
@@ -335,18 +353,19 @@ class BatchedForward:
             self.pending.append(call)
 
     def _withdraw(self, call: _PendingCall) -> None:
-        """Remove a waiting call that was interrupted by an exception, such as KeyboardInterrupt."""
+        """Remove a call from the queue after an exception, such as KeyboardInterrupt, has ended its wait."""
         with self.batcher.changed:
             if call in self.pending:
                 self.pending.remove(call)
                 self.batcher.changed.notify_all()
 
     def _wait_for_batch(self, call: _PendingCall) -> list[_PendingCall]:
-        """Wait until another thread has run the call, or return a batch that this thread must run.
+        """Wait until another thread has run `call`, or until this thread must run a batch.
 
-        If all expected calls have arrived, the batch is enqueued while the device is still running the previous one.
-        Otherwise, the thread waits for the missing calls until the device is idle, and then for up to
-        `compute_max_wait` seconds.
+        Returns the batch to run, or an empty list if another thread has run the call. If all expected calls
+        have arrived, the batch is returned while the device is still running the previous one. Otherwise,
+        the thread waits for the missing calls until the device is idle, and then for up to
+        `compute_max_wait()` seconds.
         """
         batcher = self.batcher
         with batcher.changed:
@@ -375,22 +394,24 @@ class BatchedForward:
     def _all_arrived(self) -> bool:
         """Return whether every call that is expected to join the next batch has arrived.
 
-        A pipeline call is expected if this model is the last one it called. If enough calls for a full batch have
-        arrived, only the oldest calls are expected.
+        A pipeline call is expected to join if this model is the last one that it called. If enough calls
+        for a full batch have arrived, only the oldest pipeline calls are expected.
         """
         arrived, active = {call.thread_id for call in self.pending}, self.batcher.active_calls
         missing = {thread_id for thread_id, model in active.items() if model is self and thread_id not in arrived}
         return not missing or (len(arrived) >= self.batcher.max_calls and not missing & self._oldest_calls())
 
     def _oldest_calls(self) -> set[int]:
-        """Return the thread IDs of the oldest pipeline calls, up to a full batch; newer calls are held in reserve."""
+        """Return the thread IDs of the oldest pipeline calls, at most as many as fit into one batch."""
         return set(itertools.islice(self.batcher.active_calls, self.batcher.max_calls))
 
     def _claim_batch(self) -> list[_PendingCall]:
-        """Remove the first waiting call and the calls that fit into its batch from the queue, and return them.
+        """Remove the calls for the next batch from the queue and return them.
 
-        A call that does not fit goes first in the next batch, which another thread may run. A call held in
-        reserve joins only if an older call is missing, for example because that call is running its decoder.
+        The batch contains the first waiting call and other calls with compatible arguments. The oldest
+        pipeline calls have priority. A newer one joins only if the batch is not full, for example because
+        an older one is running its decoder. The remaining calls wait for a later batch, which another
+        thread may run.
         """
         oldest_calls = self._oldest_calls()
         # The sort is stable, so both groups stay in order of arrival.
@@ -408,9 +429,10 @@ class BatchedForward:
         return batch
 
     def _best_batch_rows(self, rows: int) -> int:
-        """Return the prepared batch size with the highest throughput for `rows` rows.
+        """Return the prepared batch size with the highest throughput for `rows` waiting rows.
 
-        A large batch that is mostly padding may be slower than a smaller, full one.
+        A large batch that is mostly padding may be slower than a smaller, full one. Returns `rows` if no
+        batch sizes were prepared.
         """
         if not self.batch_seconds:
             return rows
@@ -434,7 +456,10 @@ class BatchedForward:
                     self.pending += unresolved
 
     def _execute(self, batch: list[_PendingCall]) -> None:
-        """Run a batch; if it fails, run each call separately, so that only the call that caused the error fails."""
+        """Run a batch and store each call's result or error.
+
+        If the batch fails, each call runs separately, so that only the call that caused the error fails.
+        """
         try:
             rows = [call.args.rows for call in batch]
             padded = next((size for size in self.batch_seconds if size >= sum(rows)), None)

@@ -24,7 +24,7 @@ __all__ = ["make_app"]
 
 
 def make_app(service: Service) -> FastAPI:
-    """Return the application, which starts the worker at startup and stops it at shutdown."""
+    """Return the FastAPI application for a service; its lifespan handler starts and stops the worker."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -42,12 +42,12 @@ class ApiError(Exception):
 
 
 def make_response(error: ApiError) -> JSONResponse:
-    """Return the HTTP response for an error."""
+    """Return the HTTP response for an API error: status, headers and JSON body."""
     return JSONResponse(error.to_dict(), error.status, error.headers)
 
 
 def describe_failure(error: Mapping[str, Any] | None) -> ApiError:
-    """Convert a failed job's stored error to an API error."""
+    """Convert the error stored with a failed job to an API error."""
     values = error or {}
     return ApiError(
         int(values.get("status", 500)),

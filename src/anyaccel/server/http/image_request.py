@@ -1,4 +1,4 @@
-"""Schemas for image requests, and validation that converts a request to a job spec."""
+"""Schemas for image requests, and functions that validate a request and convert it to a job spec."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP")
 
 
 class ImageRequest(BaseModel):
-    """Body of `/v1/images/generations`: OpenAI's fields plus diffusers arguments under their original names."""
+    """Body of a `/v1/images/generations` request: OpenAI's fields plus some diffusers arguments."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -59,14 +59,17 @@ class ImageRequest(BaseModel):
 
 
 class EditRequest(ImageRequest):
-    """Form fields of `/v1/images/edits`, excluding the uploaded files."""
+    """Form fields of a `/v1/images/edits` request, excluding the uploaded files."""
 
     strength: Annotated[float | None, Field(gt=0, le=1, allow_inf_nan=False)] = None
     input_fidelity: Annotated[str | None, Field(max_length=20, description="Accepted and ignored.")] = None
 
 
 def check_image(content: bytes, name: str, limits: ServerLimits) -> tuple[int, int]:
-    """Validate an uploaded image and return its size; raise if it is invalid or has too many pixels."""
+    """Validate an uploaded image and return its width and height.
+
+    Raises `ApiError` if it is not a valid PNG, JPEG or WebP image or has too many pixels.
+    """
     try:
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
             # From the header, before `load` decodes the pixels: a small file can contain a huge image.
@@ -91,7 +94,10 @@ def make_job_spec(
     limits: ServerLimits,
     image_size: tuple[int, int] | None = None,
 ) -> JobSpec:
-    """Convert a request to a job spec; raise if the model does not support it or it exceeds a limit."""
+    """Convert a request to a job spec.
+
+    Raises `ApiError` if the model does not support the request or the request exceeds a limit.
+    """
     facts = _find_model(request, models)
     if task not in facts.tasks:
         raise ApiError(400, "unsupported_task", f"{facts.name} does not support the task {task!r}", param="model")
@@ -131,9 +137,9 @@ def make_job_spec(
 
 
 def _check_strength(values: dict[str, Any], parameters: Sequence[str]) -> None:
-    """Raise if the requested strength leaves no denoising steps to run.
+    """Raise `ApiError` if the requested strength leaves no denoising steps to run.
 
-    If the default strength would leave none, use 1.0 instead.
+    If no strength is requested and the default leaves no steps, set the strength in `values` to 1.0.
     """
     # Pipelines run `int(steps * strength)` steps and crash at 0: https://github.com/huggingface/diffusers/issues/11092
     steps, strength = values["num_inference_steps"], values["strength"]
@@ -179,7 +185,11 @@ def _check_limits(request: ImageRequest, limits: ServerLimits) -> None:
 def _find_size(
     request: ImageRequest, facts: ModelFacts, limits: ServerLimits, image_size: tuple[int, int] | None
 ) -> tuple[int, int]:
-    """Return the requested image size, the size of the input image, or the model's default, in that order."""
+    """Return the requested image size, or else the input image's size, or else the model's default.
+
+    The input image's size is rounded down to a multiple that the model supports. Raises `ApiError` if
+    the size is invalid or exceeds the pixel limit.
+    """
     if request.size in (None, "auto"):
         if image_size is None or facts.fixed_sizes:
             return facts.sizes[0]
@@ -205,7 +215,10 @@ def _find_size(
 
 
 def describe_form() -> dict[str, Any]:
-    """Return the OpenAPI description of the edit form, which FastAPI cannot derive from the endpoint's signature."""
+    """Return the OpenAPI description of the form for image edits.
+
+    FastAPI cannot derive it, because the endpoint reads the form itself.
+    """
     schema = EditRequest.model_json_schema()
     properties = {
         **schema["properties"],

@@ -68,7 +68,10 @@ async def show_model(name: str, service: ServiceOf) -> dict[str, Any]:
 
 @router.post("/images/generations", response_model=None, summary="Generate images from a prompt", responses=_RESPONSES)
 async def generate(body: ImageRequest, request: Request, service: ServiceOf) -> Response:
-    """Generate images from a prompt. Compatible with OpenAI's endpoint; also accepts diffusers arguments."""
+    """Generate images from a prompt.
+
+    This endpoint is compatible with OpenAI's and also accepts diffusers arguments.
+    """
     job = await begin_job(service, request, body)
     return await _respond(service, request, body, job)
 
@@ -81,7 +84,10 @@ async def generate(body: ImageRequest, request: Request, service: ServiceOf) -> 
     responses=_RESPONSES,
 )
 async def edit(request: Request, service: ServiceOf) -> Response:
-    """Edit an image with a prompt. Compatible with OpenAI's endpoint; with a mask, only the masked area changes."""
+    """Edit an image with a prompt.
+
+    This endpoint is compatible with OpenAI's. With a mask, only the masked area changes.
+    """
     body, images = await _read_form(request)
     job = await begin_job(service, request, body, images)
     return await _respond(service, request, body, job)
@@ -92,7 +98,8 @@ async def begin_job(
 ) -> Job:
     """Validate a request, store it as a job and return the job.
 
-    A request with an image is an edit; one with an image and a mask is an inpainting job.
+    The task is `generate` without an image, `edit` with an image, and `inpaint` with an image and a
+    mask.
     """
     service.check_ready()
     images = images or {}
@@ -139,7 +146,10 @@ def _check_done(job: Job) -> None:
 
 
 async def _stream(service: Service, request: Request, job: Job, detached: bool) -> AsyncIterator[bytes]:
-    """Yield previews and finished images as server-sent events."""
+    """Yield a job's previews and finished images as server-sent events in OpenAI's format.
+
+    If the client disconnects, the job is cancelled unless `detached` is true.
+    """
     kind = "image_generation" if job.request["task"] == "generate" else "image_edit"
     size = f"{job.request['width']}x{job.request['height']}"
     sent: set[int] = set()

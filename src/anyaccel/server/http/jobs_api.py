@@ -1,4 +1,4 @@
-"""Endpoints that submit, list, show, cancel and delete jobs, stream their events and return their images."""
+"""Endpoints that submit, list, show, cancel and delete jobs, and return their events and images."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ router = APIRouter(prefix="/v1/jobs", responses=_ERRORS)
 
 @router.post("", status_code=202, summary="Submit a job without waiting for it")
 async def submit(body: ImageRequest, request: Request, service: ServiceOf) -> dict[str, Any]:
-    """Add a job to the queue and return it."""
+    """Add a job to the queue and return its description without waiting for it to run."""
     return await service.describe(await begin_job(service, request, body))
 
 
@@ -65,7 +65,7 @@ async def list_jobs(
 
 @router.get("/{name}", summary="Show a job: state, progress and images")
 async def show(job_id: _JobId, request: Request, service: ServiceOf) -> dict[str, Any]:
-    """Return the current state of a job."""
+    """Return a job's state, progress and image URLs."""
     return await service.describe(await service.find(request, job_id))
 
 
@@ -76,7 +76,7 @@ async def show(job_id: _JobId, request: Request, service: ServiceOf) -> dict[str
     responses={200: {"description": "Events", "content": {"text/event-stream": {}}}},
 )
 async def stream_events(job_id: _JobId, request: Request, service: ServiceOf) -> Response:
-    """Stream a job's state, steps, previews and final state."""
+    """Stream a job's state changes, steps, previews and images as server-sent events."""
     job = await service.find(request, job_id)
     return StreamingResponse(
         _make_events(service, request, job), media_type="text/event-stream", headers={"cache-control": "no-store"}
@@ -92,7 +92,10 @@ async def stream_events(job_id: _JobId, request: Request, service: ServiceOf) ->
 async def fetch(
     job_id: _JobId, index: _ImageIndex, request: Request, service: ServiceOf, token: str | None = None
 ) -> Response:
-    """Return an image file. The token in a job's image URLs can be used instead of the API key."""
+    """Return one of a job's images as a file.
+
+    The token in a job's image URLs is accepted instead of the API key.
+    """
     # A signed URL works without the owner's key, so the owner is not checked.
     if token is not None and service.signer.is_signed(job_id, index, token):
         job = await run_in_threadpool(service.jobs.get, job_id)
@@ -110,7 +113,7 @@ async def fetch(
 
 @router.post("/{name}/cancel", summary="Cancel a job, even while it runs")
 async def cancel(job_id: _JobId, request: Request, service: ServiceOf) -> dict[str, Any]:
-    """Cancel a queued job immediately, or a running job at its next step."""
+    """Cancel a queued job immediately, or a running job at its next denoising step."""
     job = await service.find(request, job_id)
     return await service.describe(await run_in_threadpool(service.dispatcher.cancel, job.id))
 
@@ -127,7 +130,10 @@ async def delete(job_id: _JobId, request: Request, service: ServiceOf) -> Respon
 
 
 async def _make_events(service: Service, request: Request, job: Job) -> AsyncIterator[bytes]:
-    """Yield a job's state, steps, previews and final state as server-sent events."""
+    """Yield a job's state changes, steps, previews and images as server-sent events.
+
+    The last event contains the final state.
+    """
     yield write_event("state", await service.describe(job))
     try:
         async for event in service.follow(request, job):

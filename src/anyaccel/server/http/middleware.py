@@ -1,7 +1,7 @@
-"""ASGI middleware that checks each request before it reaches an endpoint, and logs it.
+"""ASGI middleware that checks each request before it reaches an endpoint, and logs every request.
 
-It checks the API key, the Host and Origin headers, the size of the body and the time taken to receive it.
-A rejected request is answered without buffering its body.
+It checks the API key, the Host and Origin headers, the size of the body and the time taken to
+receive it. A rejected request is answered without buffering its body.
 """
 
 from __future__ import annotations
@@ -73,7 +73,11 @@ class RequestMiddleware:
             scope["state"]["owner"] = self._find_owner(scope, headers)
 
     def _find_owner(self, scope: Scope, headers: dict[str, str]) -> str:
-        """Return the digest of the API key, or an empty string if none is required; raise if the key is invalid."""
+        """Return the digest of the request's API key, which identifies the client.
+
+        Returns an empty string if the request needs no key. Raises `ApiError` if the key is missing or
+        invalid.
+        """
         authorization = headers.get("authorization", "")
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() == "bearer":
@@ -94,7 +98,10 @@ class RequestMiddleware:
         return match is not None and self.service.signer.is_signed(match[1], int(match[2]), tokens[0])
 
     async def _read_body(self, scope: Scope, receive: Receive) -> Receive:
-        """Read the complete body and return a `receive` callable that replays it."""
+        """Read the complete request body and return a `receive` callable that replays it.
+
+        Raises `ApiError` if the body is too large or does not arrive in time.
+        """
         limits = self.service.settings.limits
         max_bytes = limits.max_body if scope["method"] == "POST" else 0
         length = _read_headers(scope).get("content-length", "0")
@@ -130,7 +137,7 @@ class RequestMiddleware:
         return replay
 
     def _record(self, scope: Scope, log: _RequestLog) -> None:
-        """Update the metrics and print one log line, without prompts or API keys."""
+        """Update the metrics and print one log line, which contains no prompts or API keys."""
         seconds = time.perf_counter() - log.started_at
         route = scope.get("route")
         # The route template, because a path with a job id would create a time series per job.
@@ -159,7 +166,7 @@ class _ClientStalledError(Exception):
 
 
 class _RequestLog:
-    """Data for a request's log line, and a `send` function with a timeout."""
+    """Data for one request's log line, and a `send` wrapper that records the status and has a timeout."""
 
     def __init__(self, scope: Scope, send: Send, send_s: float) -> None:
         self.original_send, self.send_s, self.status = send, send_s, 0
@@ -179,8 +186,8 @@ class _RequestLog:
 async def _reject(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Send an error response.
 
-    If the body is too large, it is read and discarded, because many clients read the response only after they
-    have sent the entire body.
+    If the request body is too large, the rest of the body is read and discarded, because many clients
+    read the response only after they have sent the entire body.
     """
     response = make_response(error)
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})

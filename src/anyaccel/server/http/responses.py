@@ -1,4 +1,4 @@
-"""JSON representations of jobs, images and models, and server-sent events."""
+"""Functions that convert jobs, images and models to JSON, and encode server-sent events."""
 
 from __future__ import annotations
 
@@ -37,22 +37,26 @@ class Signer:
         self.secret = secret
 
     def sign(self, job: str, index: int) -> str:
-        """Return the access token for an image."""
+        """Return the token that gives access to one image of a job."""
         # 128 bits cannot be guessed, and the URL stays short.
         return hmac.new(self.secret, f"{job}/{index}".encode(), hashlib.sha256).hexdigest()[:32]
 
     def is_signed(self, job: str, index: int, token: str) -> bool:
-        """Return whether a token is valid for an image."""
+        """Return whether a token gives access to the given image of a job."""
         # Constant time: a response time that depends on the first wrong byte would reveal the token.
         return hmac.compare_digest(self.sign(job, index).encode(), token.encode())
 
     def path(self, job: str, index: int) -> str:
-        """Return the signed URL of an image, without the scheme and host."""
+        """Return the URL of an image with its access token, without the scheme and host."""
         return f"/v1/jobs/{job}/images/{index}?token={self.sign(job, index)}"
 
 
 def describe_job(job: Job, signer: Signer, fraction: float = 0.0, waiting: int | None = None) -> dict[str, Any]:
-    """Return a job as JSON; `waiting` is the number of older jobs in the queue."""
+    """Return a job as a JSON-serializable dict.
+
+    `fraction` is the completed fraction of a running job, and `waiting` is the number of older jobs in
+    the queue.
+    """
     images = (job.result or {}).get("images", [])
     error = None
     if job.error is not None:
@@ -74,7 +78,11 @@ def describe_job(job: Job, signer: Signer, fraction: float = 0.0, waiting: int |
 
 
 def describe_images(job: Job, contents: list[bytes], signer: Signer, *, as_url: bool, base: str) -> dict[str, Any]:
-    """Return a job's images in the JSON format of OpenAI's image endpoints."""
+    """Return a job's images in the JSON format of OpenAI's image endpoints.
+
+    With `as_url`, the dict contains signed URLs that start with `base`; otherwise, it contains base64
+    data.
+    """
     images = (job.result or {})["images"]
     data = []
     for index, (image, content) in enumerate(zip(images, contents, strict=True)):
@@ -94,7 +102,7 @@ def describe_images(job: Job, contents: list[bytes], signer: Signer, *, as_url: 
 
 
 def make_event(kind: str, job: Job, content: bytes, created: int, *, index: int, size: str, **extra: Any) -> bytes:
-    """Return an image event for OpenAI's streaming API, extended with the image's index and seed."""
+    """Encode an image as an OpenAI streaming event, with the image's index and seed added."""
     data = {
         "type": kind,
         "b64_json": base64.b64encode(content).decode(),
@@ -112,12 +120,12 @@ def make_event(kind: str, job: Job, content: bytes, created: int, *, index: int,
 
 
 def write_event(kind: str, data: Mapping[str, Any]) -> bytes:
-    """Encode a server-sent event."""
+    """Encode an event name and JSON data as a server-sent event."""
     return f"event: {kind}\ndata: {json.dumps(data)}\n\n".encode()
 
 
 def describe_model(facts: ModelFacts, created: int) -> dict[str, Any]:
-    """Return a model's properties as JSON for `/v1/models`."""
+    """Return a model's properties as a JSON-serializable dict for `/v1/models`."""
     return {
         "id": facts.name,
         "object": "model",

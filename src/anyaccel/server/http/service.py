@@ -36,11 +36,11 @@ _KEEP_ALIVE_S = 10.0
 
 
 class ClientGoneError(Exception):
-    """Error raised when the client has disconnected."""
+    """Error raised when the client disconnects while its request is waiting for a job."""
 
 
 class Service:
-    """A running service that accepts requests as jobs and tracks them until they end."""
+    """The running service, which stores each request as a job and tracks the job until it ends."""
 
     def __init__(
         self, settings: ServerSettings, make_transport: Callable[[ServerSettings], WorkerTransport] = WorkerProcess
@@ -60,7 +60,7 @@ class Service:
         self.closed = False
 
     def close(self) -> None:
-        """Stop the worker and close the job store; safe to call more than once."""
+        """Stop the worker, send the remaining traces and close the job store; safe to call more than once."""
         if self.closed:
             return
         self.closed = self.draining = True
@@ -70,14 +70,18 @@ class Service:
         self.jobs.close()
 
     def check_ready(self) -> None:
-        """Raise if the service is not accepting jobs."""
+        """Raise `ApiError` with status 503 if the service is still starting or is shutting down."""
         # Not `is_ready`: while a dead worker restarts, its models are known and new jobs can wait in the queue.
         if not self.dispatcher.models or self.draining:
             reason = "shutting down" if self.draining else self.dispatcher.start_state.message
             raise ApiError(503, "not_ready", f"the service is not ready: {reason}", headers={"Retry-After": "5"})
 
     async def accept(self, request: Request, spec: JobSpec, body: BaseModel, inputs: Mapping[str, bytes]) -> Job:
-        """Store a request as a job, wake the dispatcher and return the job."""
+        """Store a request as a job, notify the dispatcher and return the job.
+
+        If the request repeats an idempotency key, the existing job is returned. Raises `ApiError` if the
+        queue is full, the key was used for a different request or the job cannot be stored.
+        """
         user = getattr(body, "user", None)
         # Digest of the body, not of the spec: if the client sets no seed, each spec has a different random one.
         digest = hashlib.sha256(f"{request.url.path} {body.model_dump_json(exclude_none=True)}".encode())
@@ -121,16 +125,16 @@ class Service:
         return job
 
     async def find(self, request: Request, job_id: str) -> Job:
-        """Return one of the client's jobs; raise if it does not exist or belongs to another client."""
+        """Return a job by ID; raise `ApiError` if it does not exist or belongs to another client."""
         job = await run_in_threadpool(self.jobs.get, job_id, owner=str(request.state.owner))
         if job is None:
             raise ApiError(404, "job_not_found", "unknown job; it may have expired")
         return job
 
     async def follow(self, request: Request, job: Job) -> AsyncIterator[JobEvent | None]:
-        """Yield a job's events until it ends, and None as a keep-alive when there are no events.
+        """Yield a job's events until the job ends, and None whenever a keep-alive message is due.
 
-        Raises `ClientGoneError` if the client disconnects.
+        Raises `ClientGoneError` if the client disconnects, and `ApiError` if the service shuts down.
         """
         # Subscribe before the first read of the state: a job that ends in between still wakes this request.
         with self.bus.subscribe(job.id) as events:
@@ -154,13 +158,16 @@ class Service:
                 disconnect.cancel()
 
     async def wait(self, request: Request, job: Job) -> Job:
-        """Wait until a job has ended, and return its final state."""
+        """Wait until a job has ended, and return the job with its final state.
+
+        Raises `ClientGoneError` if the client disconnects.
+        """
         async for _ in self.follow(request, job):
             pass
         return await self.find(request, job.id)
 
     async def read_images(self, job: Job) -> list[bytes]:
-        """Return the contents of a finished job's image files."""
+        """Return the contents of a finished job's image files; raise `ApiError` if they have expired."""
         names = (job.result or {}).get("files", [])
         files = [self.jobs.find_file(job, name) for name in names]
         try:
@@ -169,11 +176,15 @@ class Service:
             raise ApiError(404, "job_not_found", "the images of the job have expired") from error
 
     async def describe(self, job: Job) -> dict[str, Any]:
-        """Return a job as JSON."""
+        """Return a job as a JSON-serializable dict.
+
+        The dict includes the progress of a running job, and the number of older jobs in the queue for a
+        queued one.
+        """
         return await run_in_threadpool(self._describe, job)
 
     async def describe_all(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-        """Return several jobs as JSON."""
+        """Return several jobs as JSON-serializable dicts; see `describe`."""
         return await run_in_threadpool(lambda: [self._describe(job) for job in jobs])
 
     def _describe(self, job: Job) -> dict[str, Any]:
@@ -198,7 +209,7 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 
 async def _first(awaitable: Any, disconnect: asyncio.Task[None]) -> JobEvent | None:
-    """Await `awaitable`; raise `ClientGoneError` if the client disconnects first."""
+    """Return the result of `awaitable`; raise `ClientGoneError` if the client disconnects first."""
     task = asyncio.ensure_future(awaitable)
     try:
         await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
@@ -210,7 +221,10 @@ async def _first(awaitable: Any, disconnect: asyncio.Task[None]) -> JobEvent | N
 
 
 def _read_secret(folder: Path) -> bytes:
-    """Return the secret key for signing image URLs; create it on first use, readable only by the current user."""
+    """Return the secret key that signs image URLs.
+
+    The key is created on first use, in a file that only the current user can read.
+    """
     file = folder / "secret"  # stored, because URLs must stay valid after a restart
     if not file.exists():
         atomic_write(file, secrets.token_bytes(32), mode=0o600)

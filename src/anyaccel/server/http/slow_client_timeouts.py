@@ -1,7 +1,7 @@
-"""Timeouts for slow clients, which uvicorn lacks (https://github.com/Kludex/uvicorn/issues/157).
+"""Timeouts for slow clients; uvicorn has none (https://github.com/Kludex/uvicorn/issues/157).
 
-uvicorn's `timeout_keep_alive` applies only after a response: a connection that sends nothing, or only part of its
-headers, stays open forever (https://github.com/Kludex/uvicorn/pull/1192).
+uvicorn's `timeout_keep_alive` applies only after a response: a connection that sends nothing, or
+only part of its headers, stays open forever (https://github.com/Kludex/uvicorn/pull/1192).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TIMEOUT_RESPONSE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\nconte
 
 
 class SlowClientProtocol(H11Protocol):
-    """uvicorn protocol with timeouts for receiving the request headers and sending the response."""
+    """uvicorn HTTP protocol with timeouts for receiving the request headers and sending the response."""
 
     header_timeout_s: ClassVar[float] = 20.0
     """Seconds for the headers, from the start of the connection or the first byte of a later request."""
@@ -43,7 +43,10 @@ class SlowClientProtocol(H11Protocol):
         self._send_timer = self.loop.call_later(self.send_timeout_s, self._check_progress, unsent)
 
     def data_received(self, data: bytes) -> None:
-        """Stop the header timer when the headers are complete; the middleware limits the time for the body."""
+        """Process received data, and stop the header timer when the request headers are complete.
+
+        The middleware limits the time for the body.
+        """
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:  # IDLE until the headers are complete
             self._stop_header_timer()
@@ -51,7 +54,7 @@ class SlowClientProtocol(H11Protocol):
             self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the header timer and the send timer."""
+        """Stop the header timer and the send timer of a closed connection."""
         self._stop_header_timer()
         if self._send_timer is not None:
             self._send_timer.cancel()
@@ -72,7 +75,7 @@ class SlowClientProtocol(H11Protocol):
 
 
 def make_protocol(header_timeout_s: float, send_timeout_s: float) -> type[SlowClientProtocol]:
-    """Return a protocol class with the given timeouts."""
+    """Return a subclass of `SlowClientProtocol` with the given timeouts."""
     # uvicorn instantiates the class itself, so the timeouts must be class attributes.
     timeouts = {"header_timeout_s": header_timeout_s, "send_timeout_s": send_timeout_s}
     return type("SlowClientProtocol", (SlowClientProtocol,), timeouts)

@@ -31,7 +31,7 @@ async def is_alive() -> dict[str, str]:
     responses={503: {"description": "Starting or shutting down"}},
 )
 async def is_ready(service: ServiceOf) -> Response:
-    """Return the startup progress, with status 503 until the service is ready."""
+    """Return the startup progress, with status 503 while the service is starting or shutting down."""
     start = service.dispatcher.start_state
     body = {"status": _find_state(service), "doing": start.message, "done": start.done, "total": start.total}
     return JSONResponse(body, 200 if service.dispatcher.is_ready() and not service.draining else 503)
@@ -52,7 +52,7 @@ async def show_metrics(service: ServiceOf) -> Response:
 
 @router.get("/v1/status", summary="Models with their plans, the queue and the limits")
 async def show_status(service: ServiceOf) -> dict[str, Any]:
-    """Return the status shown on the web page."""
+    """Return the service's state, job counts, models and limits, which the web page displays."""
     dispatcher = service.dispatcher
     models = [
         {"name": facts.name, "device": facts.device, "virtual": facts.virtual, "plan": facts.plan}

@@ -1,4 +1,4 @@
-"""Dispatcher that sends jobs to a worker, records their outcomes, and replaces a worker that dies or hangs."""
+"""Dispatcher that sends jobs to a worker, records the outcomes and replaces a dead or hung worker."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StartState:
 
 @dataclass
 class _DispatchedJob:
-    """A job that was sent to the worker."""
+    """A job that was sent to the worker and has not ended, with its finished images."""
 
     job: Job
     images: dict[int, ImageDone] = field(default_factory=dict)
@@ -71,9 +71,9 @@ class _DispatchedJob:
 
 
 class Dispatcher:
-    """Dispatcher that supervises the worker from a thread of the service process.
+    """Dispatcher that sends jobs to the worker and supervises it, in a thread of the service process.
 
-    Each state change is stored before subscribers are notified.
+    Each change to a job's state is stored before the job's subscribers are notified.
     """
 
     def __init__(
@@ -254,7 +254,10 @@ class Dispatcher:
         self.jobs.expire(older_than_s=limits.keep_s, max_bytes=limits.keep_bytes)
 
     def _hangs(self) -> bool:
-        """Return whether the worker has sent no message, or made no progress on its jobs, for `hang_s` seconds."""
+        """Return whether the worker has sent no message, or made no progress, for `hang_s` seconds.
+
+        Progress is expected only while jobs are running.
+        """
         with self.lock:
             since = self.last_progress if self.running else self.last_message
             return time.monotonic() - min(since, self.last_message) > self.settings.limits.hang_s
@@ -274,7 +277,11 @@ class Dispatcher:
         self._requeue()
 
     def _requeue(self, *, count_attempt: bool = True) -> None:
-        """Requeue all running jobs, and fail those that have no attempts left; no worker may be running."""
+        """Requeue all running jobs, and fail those that have no attempts left.
+
+        Must not be called while a worker is running. With `count_attempt=False`, the interrupted attempt
+        does not count toward the attempt limit.
+        """
         for job in self.jobs.requeue(count_attempt=count_attempt):
             self.bus.forget(job.id)
             self._notify_end(job) if job.state in ENDED else self.bus.publish(job.id, JobEvent("state"))
@@ -363,9 +370,10 @@ class Dispatcher:
         self.bus.publish(job.id, JobEvent("state"))
 
     def _cancel_overdue_jobs(self) -> None:
-        """Cancel jobs that have exceeded their deadline.
+        """Fail jobs that have exceeded their deadline; running jobs are stopped at their next step first.
 
-        The deadline is measured from the time the job was accepted or the service started, whichever is later.
+        The deadline is measured from the time the job was accepted or the service started, whichever is
+        later.
         """
         now = time.time()
         # Requeued jobs are often older than the deadline: a restart gives them the full time again.

@@ -18,7 +18,10 @@ _MAX_QUEUED = 64
 
 @dataclass(frozen=True)
 class JobEvent:
-    """Change in a job's state or progress; `preview` and `made` events contain an image."""
+    """Change in a job's state or progress.
+
+    A `preview` event contains a preview image, and a `made` event contains a finished image.
+    """
 
     kind: Literal["step", "preview", "made", "state"]
     index: int = 0
@@ -32,7 +35,7 @@ class JobEvent:
 
 @dataclass
 class Progress:
-    """Progress of a running job."""
+    """Progress of a running job: completed steps, previews and finished images."""
 
     steps: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Done and total steps by image index."""
@@ -40,12 +43,12 @@ class Progress:
     """Events with previews and finished images."""
 
     def to_events(self) -> list[JobEvent]:
-        """Return events that inform a late subscriber of the current progress."""
+        """Return the events that inform a new subscriber of the job's progress so far."""
         steps = [JobEvent("step", index, done, total) for index, (done, total) in self.steps.items()]
         return [*steps, *self.images]
 
     def fraction(self, images: int) -> float:
-        """Return the completed fraction of the steps for `images` images."""
+        """Return the fraction of a job's steps that are done, from 0 to 1, for a job with `images` images."""
         return sum(done / total for done, total in self.steps.values() if total) / max(1, images)
 
 
@@ -88,7 +91,7 @@ class Subscription:
 
 
 class EventBus:
-    """Event subscriptions and progress for all jobs."""
+    """Event bus that delivers job events to subscribers and stores the progress of running jobs."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -97,7 +100,7 @@ class EventBus:
 
     @contextmanager
     def subscribe(self, job: str) -> Iterator[Subscription]:
-        """Subscribe to a job's events inside the `with` block, starting with its current progress."""
+        """Subscribe to a job's events inside the `with` block, starting with the job's current progress."""
         subscription = Subscription()
         # One critical section: an event published between the two steps would be lost or delivered twice.
         with self.lock:
@@ -115,7 +118,7 @@ class EventBus:
                     del self.subscriptions[job]
 
     def publish(self, job: str, event: JobEvent) -> None:
-        """Send an event to all subscribers of a job; thread-safe."""
+        """Record an event in the job's progress and send it to all subscribers of the job; thread-safe."""
         with self.lock:
             if event.kind != "state":
                 progress = self.progress.setdefault(job, Progress())
@@ -129,19 +132,19 @@ class EventBus:
                 subscription.loop.call_soon_threadsafe(subscription.put, event)
 
     def wake_all(self) -> None:
-        """Notify all subscribers, so that they reread the state of their jobs."""
+        """Send a `state` event to all subscribers, so that they read the state of their jobs again."""
         with self.lock:
             jobs = list(self.subscriptions)
         for job in jobs:
             self.publish(job, JobEvent("state"))
 
     def forget(self, job: str) -> None:
-        """Drop the progress of a job that has ended or was requeued."""
+        """Delete the stored progress of a job that has ended or was requeued."""
         with self.lock:
             self.progress.pop(job, None)
 
     def fraction(self, job: str, images: int) -> float:
-        """Return the completed fraction of a job with `images` images."""
+        """Return the completed fraction, from 0 to 1, of a job with `images` images."""
         with self.lock:
             progress = self.progress.get(job)
             return 0.0 if progress is None else progress.fraction(images)

@@ -16,7 +16,7 @@ _MAX_PARENTS = 10_000
 
 
 class JobTraces:
-    """Exporter that sends job spans to an OTLP/HTTP endpoint; does nothing if no endpoint is configured."""
+    """Exporter that sends trace spans for jobs to an OTLP/HTTP endpoint, if one is configured."""
 
     def __init__(self, endpoint: str | None) -> None:
         self.tracer: Any = None
@@ -40,7 +40,10 @@ class JobTraces:
         self.tracer = self.provider.get_tracer("anyaccel")
 
     def read_parent(self, headers: dict[str, str]) -> Any:
-        """Extract the trace context from a request's `traceparent` header."""
+        """Extract the trace context from a request's `traceparent` header.
+
+        Returns None if no trace endpoint is configured.
+        """
         if self.tracer is None:
             return None
         from opentelemetry.propagate import extract
@@ -48,14 +51,14 @@ class JobTraces:
         return extract(headers)
 
     def record_job(self, job: str, parent: Any = None) -> None:
-        """Store the parent context of an accepted job until the job ends."""
+        """Store the parent trace context of an accepted job until the job ends."""
         if self.tracer is not None:
             with self.lock:
                 if len(self.parents) < _MAX_PARENTS:
                     self.parents[job] = parent
 
     def record_end(self, job: Job) -> None:
-        """Send the spans for a job that has ended."""
+        """Create and export the trace spans for a job that has ended."""
         if self.tracer is None:
             return
         from opentelemetry.trace import set_span_in_context
@@ -84,6 +87,6 @@ class JobTraces:
         job_span.end(int(end * _NS_PER_S))
 
     def close(self) -> None:
-        """Send the remaining spans."""
+        """Export the remaining spans and stop the exporter."""
         if self.tracer is not None:
             self.provider.shutdown()

@@ -57,7 +57,7 @@ class Metrics:
         self.models_loaded = Gauge("anyaccel_models_loaded", "Models in memory", registry=registry)
 
     def record_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Record a worker's memory use and batch sizes."""
+        """Record the memory use, batch sizes and number of loaded models from a worker's heartbeat."""
         if heartbeat.device_bytes is not None:
             self.device_bytes.set(heartbeat.device_bytes)
         self.worker_bytes.set(heartbeat.host_bytes)
@@ -82,13 +82,13 @@ class Metrics:
 
 
 class _QueueCollector(Collector):
-    """Collector for the numbers of queued and running jobs, read from the store on each scrape."""
+    """Collector that reads the numbers of queued and running jobs from the store on each scrape."""
 
     def __init__(self, jobs: JobStore) -> None:
         self.jobs = jobs
 
     def collect(self) -> list[GaugeMetricFamily]:
-        """Return gauges with the current numbers of jobs."""
+        """Return gauges with the current numbers of queued and running jobs."""
         return [
             GaugeMetricFamily("anyaccel_jobs_queued", "Jobs in the queue", value=self.jobs.count("queued")),
             GaugeMetricFamily("anyaccel_jobs_running", "Jobs that are running", value=self.jobs.count("running")),

@@ -1,10 +1,10 @@
-"""SQLite job store.
+"""SQLite store for jobs and their files.
 
-Each request is committed before it is answered, so an accepted job survives a crash. A job is `queued`,
-then `running`, and ends as `done`, `failed` or `cancelled`. If the process is killed, the next one finds
-each job in one of these states, and `recover` requeues running jobs once. A service that shuts down
-normally requeues its running jobs itself, and the interrupted attempts do not count toward
-the attempt limit.
+Each request is committed before the response is sent, so an accepted job survives a crash. A job is
+`queued`, then `running`, and ends as `done`, `failed` or `cancelled`. After a crash, `recover`
+requeues the jobs that were running; a job that is interrupted a second time fails. A service that
+shuts down normally requeues its running jobs itself, and the interrupted attempts do not count
+toward the attempt limit.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class KeyTakenError(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """An accepted request and its outcome."""
+    """An accepted request with its state, timestamps and result or error."""
 
     id: str
     owner: str
@@ -89,7 +89,7 @@ class Job:
 
 
 class JobStore:
-    """Job database and files in one folder, which only one process can open at a time."""
+    """Job database and job files in one folder, which only one process can open at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -126,9 +126,11 @@ class JobStore:
     ) -> tuple[Job, bool]:
         """Store a request and its input files; return the job and whether it is new.
 
-        If `key` was used before, returns the existing job, or raises `KeyTakenError` if the request is different.
-        Requests are compared by `request_digest`, which defaults to the digest of `request`. The service passes the
-        digest of the body as sent by the client, because `request` contains added values such as a random seed.
+        If the idempotency key `key` was used before, the existing job is returned, or `KeyTakenError` is
+        raised if the request is different. Requests are compared by `request_digest`, which defaults to the
+        digest of `request`. The service passes the digest of the body as sent by the client, because
+        `request` contains added values such as a random seed. Raises `QueueFullError` if `max_queue` jobs
+        are already queued.
         """
         text = json.dumps(request, sort_keys=True)
         request_digest = request_digest or hashlib.sha256(text.encode()).hexdigest()
@@ -178,7 +180,7 @@ class JobStore:
             return self._get(job.id)
 
     def finish(self, job_id: str, files: Sequence[tuple[str, bytes]], result: Mapping[str, Any]) -> Job:
-        """Store the result files of a running job and mark it as done; do nothing if the job has already ended."""
+        """Store a running job's result files and mark it as done; do nothing if it is no longer running."""
         folder = self._folder_of(job_id)
         with self._lock:
             job = self._get(job_id)
@@ -228,7 +230,7 @@ class JobStore:
             return self._get(job_id)
 
     def delete(self, job_id: str) -> None:
-        """Delete a job and its files; raise if the job has not ended."""
+        """Delete a job and its files; raise `UsageError` if the job has not ended."""
         with self._writing():
             if self._get(job_id).state not in ENDED:
                 raise UsageError(f"{job_id} has not finished", hint="cancel it first")
@@ -238,8 +240,8 @@ class JobStore:
     def requeue(self, *, count_attempt: bool = True) -> list[Job]:
         """Requeue running jobs; fail those with no attempts left and cancel those marked for cancellation.
 
-        Returns all of these jobs. With `count_attempt=False`, which a normal shutdown uses, the interrupted
-        attempt does not count toward the attempt limit.
+        Returns all jobs that were running. With `count_attempt=False`, which is for a normal shutdown, the
+        interrupted attempt does not count toward the attempt limit.
         """
         with self._writing():
             job_ids = [row["id"] for row in self._database.execute("SELECT id FROM jobs WHERE state = 'running'")]
@@ -257,7 +259,10 @@ class JobStore:
             return [self._get(job_id) for job_id in job_ids]
 
     def recover(self) -> list[Job]:
-        """Requeue jobs left running by a killed process, remove orphaned files, and return the requeued jobs."""
+        """Requeue the jobs that a killed process left running, and remove orphaned files.
+
+        Returns all jobs that were running, including those that have failed or were cancelled instead.
+        """
         requeued = self.requeue()
         with self._lock:
             rows = self._database.execute("SELECT id, state FROM jobs").fetchall()
@@ -333,7 +338,7 @@ class JobStore:
             return int(self._database.execute("SELECT COUNT(*) FROM jobs WHERE state = ?", (state,)).fetchone()[0])
 
     def find_file(self, job: Job, file: str) -> Path | None:
-        """Return the path of a finished job's result file, or None if there is no such file."""
+        """Return the path of a finished job's result file, or None if the job has no file with that name."""
         files = (job.result or {}).get("files", [])
         return self._folder_of(job.id) / file if job.state == "done" and file in files else None
 
@@ -352,7 +357,7 @@ class JobStore:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Run the body of the `with` block as one transaction."""
+        """Run the body of the `with` block as one database transaction."""
         with self._lock:
             # IMMEDIATE acquires the write lock now. A deferred transaction acquires it at its first write, where it can
             # fail with SQLITE_BUSY after it has read: https://www.sqlite.org/lang_transaction.html
@@ -385,9 +390,10 @@ class JobStore:
 
 
 def _open_database(file: Path) -> sqlite3.Connection:
-    """Open or create the database.
+    """Open or create the job database.
 
-    Raises an error, without changing the file, if it is corrupted or was written by another version.
+    Raises `UsageError`, without changing the file, if it is corrupted or was written by another
+    version.
     """
     file.touch(mode=0o600)  # prompts are private
     database = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=30)

@@ -50,7 +50,8 @@ class StepObserver:
 def observing_steps(pipe: Any, observer: StepObserver, size: tuple[int, int]) -> Iterator[None]:
     """Report each scheduler step of a pipeline to an observer inside the `with` block.
 
-    The scheduler must not be shared with another call, so `pipe` must be a lightweight copy of the pipeline.
+    The pipeline's scheduler must not be used by another call at the same time. `size` is the width and
+    height of the image.
     """
     components = find_components(pipe).values()
     schedulers = [component for component in components if hasattr(component, "step") and hasattr(component, "config")]
@@ -61,7 +62,7 @@ def observing_steps(pipe: Any, observer: StepObserver, size: tuple[int, int]) ->
 
 
 class _ObservedStep:
-    """Override of a scheduler's `step` that reports to an observer, and raises if the call has been cancelled."""
+    """Override of a scheduler's `step` that notifies an observer and raises if the call was cancelled."""
 
     def __init__(self, pipe: Any, observer: StepObserver, size: tuple[int, int]) -> None:
         self.pipe, self.observer, self.size = pipe, observer, size
@@ -121,7 +122,10 @@ def estimate_clean(scheduler: Any, output: torch.Tensor, timestep: Any, sample: 
 def _solve(
     prediction: str, sample: torch.Tensor, output: torch.Tensor, alpha: float, sigma: float
 ) -> torch.Tensor | None:
-    """Solve sample = alpha * clean + sigma * noise for the clean latents."""
+    """Solve sample = alpha * clean + sigma * noise for the clean latents.
+
+    Returns None for an unsupported prediction type.
+    """
     if prediction == "epsilon":
         return (sample - sigma * output) / max(alpha, 1e-3)
     return alpha * sample - sigma * output if prediction == "v_prediction" else None
@@ -136,7 +140,7 @@ def _sigma_at(scheduler: Any, timestep: Any) -> float:
 
 
 def decode_estimate(pipe: Any, clean: torch.Tensor, size: tuple[int, int]) -> Image.Image | None:
-    """Decode estimated latents as the pipeline would; return None if their layout is not supported."""
+    """Decode estimated latents to a preview image; return None if their layout is not supported."""
     try:
         with torch.no_grad():
             return _decode(pipe, clean, size)

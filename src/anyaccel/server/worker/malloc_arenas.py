@@ -1,8 +1,8 @@
 """Workaround for growing host memory use in long-running worker processes.
 
 glibc gives each thread its own malloc arena and does not return the memory freed in an arena to the
-operating system. A worker with many threads therefore grows until every arena has held its largest image.
-macOS, musl and Windows are not affected.
+operating system. The memory use of a worker with many threads therefore grows until every arena has
+held the largest image. macOS, musl and Windows are not affected.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _M_ARENA_MAX = -8  # from malloc.h; see https://man7.org/linux/man-pages/man3/ma
 
 
 def use_one_malloc_arena() -> None:
-    """Make all threads started after this call share one malloc arena."""
+    """Make all threads started after this call share one glibc malloc arena."""
     # Contention does not matter: the threads wait for the device far longer than for the allocator.
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)

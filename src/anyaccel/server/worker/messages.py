@@ -39,7 +39,7 @@ class RunJob:
 
 @dataclass(frozen=True)
 class CancelJob:
-    """Request to stop a job at its next step."""
+    """Request to stop a job at its next denoising step."""
 
     job: str
 
@@ -81,7 +81,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """Message that reports the progress of loading the models."""
+    """Message that reports progress while the models are loading."""
 
     done: int
     total: int
@@ -90,7 +90,7 @@ class LoadProgress:
 
 @dataclass(frozen=True)
 class ModelsReady:
-    """Message sent when all models have been loaded and warmed up once."""
+    """Message sent when all models have been loaded and warmed up."""
 
     models: tuple[ModelFacts, ...]
 
@@ -122,7 +122,7 @@ class WorkerLost:
 # Messages about a job. The dispatcher drops those that arrive after the job has ended.
 @dataclass(frozen=True)
 class StepDone:
-    """Message sent when a denoising step of an image is done."""
+    """Message sent after each denoising step of an image."""
 
     job: str
     index: int
@@ -146,7 +146,7 @@ class PreviewImage:
 
 @dataclass(frozen=True)
 class ImageDone:
-    """Message that contains a finished image of a job."""
+    """Message that contains one finished image of a job."""
 
     job: str
     index: int

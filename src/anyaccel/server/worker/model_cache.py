@@ -26,7 +26,7 @@ _POLL_S = 0.05
 
 
 class ModelCache:
-    """Cache of the models in memory, which evicts only models that are not in use."""
+    """Cache of loaded models, which evicts only models that are not in use."""
 
     def __init__(self, settings: ServerSettings, load: Callable[[ServedName], ServedModel]) -> None:
         self.settings, self.load = settings, load

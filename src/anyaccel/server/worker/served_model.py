@@ -49,7 +49,7 @@ class UnsafeContentError(Exception):
 
 
 class ServedModel:
-    """A model on the device, with one pipeline per task."""
+    """A loaded model, with one pipeline for each supported task (generate, edit or inpaint)."""
 
     def __init__(self, served: ServedName, settings: ServerSettings, listener: ProgressListener | None = None) -> None:
         self.name, self.settings = served.name, settings
@@ -97,7 +97,10 @@ class ServedModel:
     def generate(
         self, spec: JobSpec, index: int, inputs: Mapping[str, Image.Image], observer: StepObserver
     ) -> tuple[Image.Image, ImageMetadata]:
-        """Generate one image of a job; return it with its metadata."""
+        """Generate the image at position `index` of a job; return it with its metadata.
+
+        Raises `UnsafeContentError` if the model's safety checker rejects the image.
+        """
         self.last_used = time.monotonic()
         pipe = self.pipes[spec.task]
         call = self._make_call(spec, inputs)
@@ -121,7 +124,7 @@ class ServedModel:
 
     @property
     def denoisers(self) -> tuple[str, ...]:
-        """Names of the model components that run at every step."""
+        """Names of the components that run at every denoising step, such as `unet`."""
         placement = find_placement(self.pipe)
         return () if placement is None else placement.denoisers
 
@@ -144,7 +147,10 @@ class ServedModel:
     def _run_shared(
         self, pipe: Any, call: dict[str, Any], spec: JobSpec, observer: StepObserver, size: tuple[int, int]
     ) -> Any:
-        """Run a call concurrently with others; return None if it must run again exclusively."""
+        """Run a pipeline call concurrently with others; return None if it must be repeated exclusively.
+
+        A call must be repeated if it runs out of memory or its output contains NaN or Inf.
+        """
         with self.lock.acquire(_adapter_of(spec), is_stopped=observer.is_stopped):
             if self.shared is None:  # an exclusive call disabled batching while this call waited
                 return None
@@ -167,7 +173,10 @@ class ServedModel:
     def _run_exclusive(
         self, pipe: Any, call: dict[str, Any], spec: JobSpec, observer: StepObserver, size: tuple[int, int]
     ) -> Any:
-        """Run a call while no other call is running, because it may offload weights or recompute in float32."""
+        """Run a pipeline call while no other call is running.
+
+        Unlike a shared call, an exclusive call may offload weights or recompute the image in float32.
+        """
         with self.lock.acquire(_adapter_of(spec), exclusive=True, is_stopped=observer.is_stopped):
             was_shared = self.shared is not None
             self.close()
@@ -179,7 +188,10 @@ class ServedModel:
                     self._resume_sharing(pipe)
 
     def _resume_sharing(self, pipe: Any) -> None:
-        """Move offloaded weights back to the device and re-enable batching, if possible."""
+        """Move offloaded weights back to the device and re-enable batching.
+
+        If this fails, later calls run one at a time.
+        """
         placement = find_placement(pipe)
         try:
             if placement is not None and placement.residence != "resident":
@@ -191,7 +203,7 @@ class ServedModel:
             self._set_concurrency(1)
 
     def _warm_up(self) -> None:
-        """Generate one image per configured size, and determine which model components can batch concurrent calls."""
+        """Generate one image per configured size, and determine which components can batch calls."""
         for width, height in self.sizes:
             self.pipe(**self._warm_up_call(_PROMPTS[0], width, height, _WARM_UP_STEPS), seed=0)
         self._set_concurrency(1)
@@ -221,14 +233,14 @@ class ServedModel:
         self._set_concurrency(max_calls)
 
     def _set_concurrency(self, max_concurrent: int) -> None:
-        """Set the maximum number of images that share a batch."""
+        """Set the maximum number of images per batch, and adjust how many calls may run at the same time."""
         self.max_concurrent, self.lock.max_holders = max_concurrent, compute_max_in_flight(max_concurrent)
 
     def _remove_failing_tasks(self) -> None:
-        """Run each derived pipeline once, and remove the tasks that fail.
+        """Run each pipeline that `AutoPipeline` created from the main one, and remove the tasks that fail.
 
-        `AutoPipeline` chooses a pipeline class by model family, but that class may not support every model in the
-        family.
+        `AutoPipeline` chooses a pipeline class by model family, but that class may not support every model
+        in the family.
         """
         width, height = self.sizes[0]
         for task, pipe in list(self.pipes.items()):
@@ -296,7 +308,10 @@ class ServedModel:
         self.pipe.disable_lora()
 
     def _switch_adapter(self, adapter: str | None) -> None:
-        """Enable a LoRA adapter, or disable all adapters; no call may be running."""
+        """Enable one LoRA adapter, or disable all adapters if `adapter` is None.
+
+        Must not be called while a pipeline call is running.
+        """
         if adapter is None:
             self.pipe.disable_lora()
         else:

@@ -14,7 +14,10 @@ __all__ = ["WorkerProcess", "WorkerTransport"]
 
 # `cluster.serve.replica_pool` implements this interface for workers on Ray.
 class WorkerTransport(Protocol):
-    """Interface for running jobs on one or more workers, which report progress with messages from `messages`."""
+    """Interface for running jobs on one or more workers.
+
+    Workers report their progress with the message classes in `messages`.
+    """
 
     self_healing: bool
     """Whether the transport itself replaces workers that hang or die; otherwise the dispatcher does."""
@@ -32,7 +35,7 @@ class WorkerTransport(Protocol):
         """
 
     def has_capacity(self, busy: int, images: int) -> bool:
-        """Return whether `images` more images can start while `busy` are running."""
+        """Return whether `images` more images can start while `busy` images are being generated."""
 
     def end(self) -> None:
         """Terminate all workers immediately; safe to call from any thread and more than once."""
@@ -51,16 +54,16 @@ class WorkerProcess(PipeWorker):
         self._max_in_flight = settings.max_in_flight
 
     def has_capacity(self, busy: int, images: int) -> bool:
-        """Return whether the worker has capacity for `images` more images while `busy` are running."""
+        """Return whether `images` more images can start while `busy` images are being generated."""
         # A job with more images than the limit never fits: it starts when nothing else runs.
         return busy == 0 or busy + images <= self._max_in_flight
 
     def end(self) -> None:
-        """Kill the worker process."""
+        """Kill the worker process and wait until it has exited."""
         # Not SIGTERM, which the worker ignores. All state is in the job store, so nothing is lost.
         self.kill()
         self.wait()
 
     def describe_end(self) -> str:
-        """Return a description of the process's exit status, for the log."""
+        """Return a description of the process's exit status, such as `with status -9`, for the log."""
         return f"with status {self.wait()}"

@@ -83,7 +83,10 @@ class Worker:
         self.ready = threading.Event()
 
     def load(self) -> tuple[ModelFacts, ...]:
-        """Load and warm up each model once; models that do not fit into memory together evict each other."""
+        """Load and warm up each model, and return the properties of all models.
+
+        If the models do not all fit into memory, loading one evicts others.
+        """
         from anyaccel.library_logging import use_process_local_tqdm_lock
         from anyaccel.processes.gc_control import gc_paused
 
@@ -109,7 +112,7 @@ class Worker:
         return tuple(facts)
 
     def begin(self, message: RunJob) -> None:
-        """Start a job without waiting for it."""
+        """Start generating a job's images in background threads, and return immediately."""
         # Registered before a thread starts: a `CancelJob` may be the next message.
         self.stop_events[message.job] = threading.Event()
         try:
@@ -125,7 +128,7 @@ class Worker:
             stop_event.set()
 
     def beat(self) -> None:
-        """Send a heartbeat every second; never returns."""
+        """Send a heartbeat message every second, in an infinite loop."""
         import psutil
 
         from anyaccel.errors import NotMeasurableError
@@ -156,7 +159,7 @@ class Worker:
 
 
 class _LoadReporter(ProgressListener):
-    """Progress listener that reports to the service while a model is loading."""
+    """Progress listener that sends a model's loading progress to the service."""
 
     def __init__(self, worker: Worker, name: str, total: int) -> None:
         self.worker, self.name, self.total = worker, name, total
@@ -167,7 +170,7 @@ class _LoadReporter(ProgressListener):
 
 
 class _WorkerJob:
-    """A running job, with one thread per image."""
+    """A job that the worker is running, with one thread per image."""
 
     def __init__(self, worker: Worker, message: RunJob) -> None:
         from anyaccel.server.worker.job_spec import read_job_spec
@@ -282,7 +285,7 @@ def _convert_mask(image: Any) -> Any:
 
 
 def make_load_failed(error: Exception) -> LoadFailed:
-    """Return the message for an exception that prevented the worker from starting."""
+    """Return the `LoadFailed` message for an exception that prevented the worker from starting."""
     from anyaccel.errors import AnyaccelError
 
     if isinstance(error, AnyaccelError):
@@ -291,7 +294,7 @@ def make_load_failed(error: Exception) -> LoadFailed:
 
 
 def make_job_failed(job: str, error: BaseException) -> JobFailed:
-    """Return the message for an exception that ended a job, with the code and status for the HTTP error."""
+    """Return the `JobFailed` message for an exception, with the code and status for the HTTP error."""
     from anyaccel.backends.out_of_memory import is_out_of_memory
     from anyaccel.errors import AnyaccelError, DoesNotFitError, NotFiniteError, UsageError
     from anyaccel.server.worker.served_model import UnsafeContentError
