@@ -178,10 +178,10 @@ def measure_leader(rows: int) -> float:
     from collections.abc import Sequence
 
     from anyaccel.cluster.batch.image_worker import RowImage, WorkerFacts, WorkerSettings
+    from anyaccel.cluster.batch.local_worker_pool import Event, RowsFinished, WorkerStarted
     from anyaccel.cluster.batch.manifest import OutputFolder
     from anyaccel.cluster.batch.rows import BatchRow
     from anyaccel.cluster.batch.runner import BatchRun
-    from anyaccel.cluster.batch.worker_pool import Event, RowsFinished, WorkerStarted
     from benchmarks.batch import Clock
 
     facts = WorkerFacts(

@@ -35,8 +35,8 @@ import torch
 
 from anyaccel.bench.case import OURS, BenchCase
 from anyaccel.bench.pipelines import make_call, make_pipeline
+from anyaccel.server.batching.batched_forward import BatchStats
 from anyaccel.server.batching.shared_pipeline import SharedPipeline
-from anyaccel.server.batching.step_batcher import BatchStats
 from anyaccel.server.settings import compute_max_in_flight
 from benchmarks.provenance import describe_run, read_commit
 from benchmarks.speed import CASES

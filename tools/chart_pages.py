@@ -7,7 +7,7 @@ from mkdocs.structure.files import File, Files
 
 from anyaccel.backends.evidence import load_verifications
 from anyaccel.checking.chart.badge import make_badge
-from anyaccel.checking.chart.chart_file import as_document, read_chart
+from anyaccel.checking.chart.chart_json import as_document, read_chart
 from anyaccel.checking.chart.markdown import write_markdown
 from anyaccel.checking.chart.page import write_page
 

@@ -14,7 +14,7 @@ NAMES = {name for sheet in ALL_SHEETS for name in (sheet.name, sheet.torch_name)
 EXCEPTIONS: dict[str, str] = {
     "cluster/ray_cluster.py": "CPU is the name of a Ray resource",
     "emulator/collectives.py": "gloo is also registered for CPU tensors",
-    "emulator/device_patches.py": "safetensors takes a string, and loads to the CPU for a virtual device",
+    "emulator/predispatch_patches.py": "safetensors takes a string, and loads to the CPU for a virtual device",
     "planning/options.py": "cpu is a value of the option scheduler",
     "runtime/call/run.py": "cpu is a value of the option scheduler",
     "runtime/distributed/parallel.py": "torch.distributed has one string for the backends of CPU and device",

@@ -1,4 +1,4 @@
-"""Only `emulator/torch_patches.py` replaces attributes of torch, each with an entry in PATCHES."""
+"""Only `emulator/torch_patch_registry.py` replaces attributes of torch, each with an entry in PATCHES."""
 
 import ast
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import SOURCE
 
-PATCH_MODULE = "emulator/torch_patches.py"
+PATCH_MODULE = "emulator/torch_patch_registry.py"
 SETTINGS = ("torch.backends.", "torch._inductor.config.", "torch._dynamo.config.")
 """Documented settings that are meant to be assigned."""
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from anyaccel.emulator.torch_patches import PATCHES
+from anyaccel.emulator.torch_patch_registry import PATCHES
 from tests.conftest import SOURCE
 
-ALLOWED = ("upstream/", "emulator/torch_patches.py", "library_logging.py")
+ALLOWED = ("upstream/", "emulator/torch_patch_registry.py", "library_logging.py")
 """`library_logging.py` has the texts of dropped log messages; tests/upstream covers them."""
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "attrgetter"}
 PATCHED = {patch.name.removesuffix(".__init__") for patch in PATCHES}

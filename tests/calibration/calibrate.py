@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.ledger import LedgerRow
+from anyaccel.emulator.limit_ledger import LedgerRow
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.recipes import recipes
 from anyaccel.recipes.lazy_modules import diffusers

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from anyaccel.emulator import dispatch
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.ledger import LedgerRow
 from anyaccel.emulator.limit_index import read_operation
+from anyaccel.emulator.limit_ledger import LedgerRow
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.emulator.tensor import active
 

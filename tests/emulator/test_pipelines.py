@@ -8,7 +8,7 @@ import torch
 from diffusers import DiffusionPipeline, EulerDiscreteScheduler, UNet2DConditionModel
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.ledger import LedgerRow
+from anyaccel.emulator.limit_ledger import LedgerRow
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import LimitError
 from anyaccel.recipes import recipes, run

@@ -21,7 +21,7 @@ def make_failure_row(variant: str, error: Exception) -> dict[str, Any]:
     if isinstance(error, AnyaccelError):
         cause, hint = error.message, error.hint
     else:
-        from anyaccel.upstream.torch_internals import is_compiler_error
+        from anyaccel.upstream.torch_compile_internals import is_compiler_error
 
         cause = summarize_error(error)
         hint = _find_hint(variant, cause, compiling=is_compiler_error(error))

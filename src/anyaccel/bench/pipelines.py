@@ -12,7 +12,7 @@ import torch
 
 from anyaccel.backends.device import open_device
 from anyaccel.bench.case import FAST, OURS, BenchCase
-from anyaccel.emulator.torch_patches import patched
+from anyaccel.emulator.torch_patch_registry import patched
 from anyaccel.explanation.model_configs import find_model
 from anyaccel.runtime.pipeline import place
 from anyaccel.tracing.meta_pipeline import build_components

@@ -116,7 +116,7 @@ def _read_compile_times() -> dict[str, float]:
 
     Phases can be nested, so their sum can exceed the total time.
     """
-    from anyaccel.upstream.torch_internals import read_compile_times_s
+    from anyaccel.upstream.torch_compile_internals import read_compile_times_s
 
     totals = {name: round(sum(times), 2) for name, times in read_compile_times_s().items()}
     return dict(sorted(totals.items(), key=lambda item: -item[1])[:12])

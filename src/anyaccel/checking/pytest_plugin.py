@@ -32,7 +32,7 @@ from anyaccel.processes.json_line_worker import JsonLineWorker, connecting_to_pa
 if TYPE_CHECKING:
     import torch
 
-    from anyaccel.emulator.ledger import Ledger
+    from anyaccel.emulator.limit_ledger import Ledger
 
 __all__ = ["Accelerator"]
 
@@ -95,7 +95,7 @@ def _check_device(name: object) -> None:
 
 def _activate(config: pytest.Config, name: str, **options: Any) -> None:
     from anyaccel.emulator.activation import virtual
-    from anyaccel.emulator.ledger import Ledger
+    from anyaccel.emulator.limit_ledger import Ledger
 
     stack = ExitStack()
     config.stash[_TOTAL] = Ledger()
@@ -156,7 +156,7 @@ def accelerator(request: pytest.FixtureRequest) -> Accelerator:
 
 def _open_real(name: str) -> Accelerator:
     from anyaccel.backends.device import open_device
-    from anyaccel.emulator.ledger import Ledger
+    from anyaccel.emulator.limit_ledger import Ledger
     from anyaccel.errors import DeviceUnavailableError
 
     try:
@@ -228,7 +228,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Merge the ledger from a finished pytest-xdist worker into the controller's ledger."""
-    from anyaccel.emulator.ledger import LedgerRow
+    from anyaccel.emulator.limit_ledger import LedgerRow
 
     rows = getattr(node, "workeroutput", {}).get("anyaccel", [])
     if rows and _TOTAL in node.config.stash:

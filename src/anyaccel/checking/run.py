@@ -24,7 +24,7 @@ from anyaccel.recipes.recipe import Recipe, run
 if TYPE_CHECKING:
     from anyaccel.backends.sheet import Sheet
     from anyaccel.emulator.accelerator import VirtualAccelerator
-    from anyaccel.emulator.ledger import LedgerRow
+    from anyaccel.emulator.limit_ledger import LedgerRow
 
 __all__ = ["CheckMode", "OnReport", "run_on_cpu", "run_on_device", "run_on_devices"]
 

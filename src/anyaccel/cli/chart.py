@@ -89,7 +89,7 @@ def show_chart(
 def _run(selected: list[Recipe], devices: list[str], checkpoint: Path | None, jobs: int, display: Display) -> Chart:
     """Run the selected recipes and return the chart, reusing the rows saved in the checkpoint."""
     from anyaccel.checking.chart.chart import Chart, make_chart
-    from anyaccel.checking.chart.chart_file import write_chart
+    from anyaccel.checking.chart.chart_json import write_chart
 
     environment = describe_environment()
     saved_rows, saved_seconds = _read_checkpoint(checkpoint, environment, devices)
@@ -126,7 +126,7 @@ def _read_checkpoint(
 
     Raise if the checkpoint was saved with different package versions or devices.
     """
-    from anyaccel.checking.chart.chart_file import read_chart
+    from anyaccel.checking.chart.chart_json import read_chart
 
     if checkpoint is None or not checkpoint.exists():
         return (), 0.0
@@ -169,7 +169,7 @@ def describe_environment() -> dict[str, Any]:
 
 def _as_document(chart: Chart) -> dict[str, Any]:
     from anyaccel.backends.evidence import load_verifications
-    from anyaccel.checking.chart.chart_file import as_document
+    from anyaccel.checking.chart.chart_json import as_document
 
     return as_document(chart, load_verifications().values())
 

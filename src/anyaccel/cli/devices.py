@@ -55,8 +55,7 @@ def show_devices(
 
     Devices that are not available are listed with the reason.
 
-    With --verify, the exit status is 1 if the device contradicts its sheet or a pipeline produces a
-    wrong image.
+    With --verify, the exit status is 1 if the device contradicts its sheet or an image is wrong.
     """
     if report and (name or as_json):
         raise UsageError("--report cannot be combined with NAME or --json", hint="use `anyaccel devices --report`")

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from anyaccel.backends.claim import Limit
-from anyaccel.backends.torch_device import is_host
+from anyaccel.backends.device_type_checks import is_host
 from anyaccel.cuda_scripts.migration import Migration, is_device_aware_library, read_site
 from anyaccel.emulator.streams import make_stream_classes
-from anyaccel.emulator.torch_patches import apply_patch, replace_by
+from anyaccel.emulator.torch_patch_registry import apply_patch, replace_by
 from anyaccel.errors import NotMeasurableError, UnmappedError
 
 __all__ = ["CudaModuleProxy", "install_cuda_proxy"]

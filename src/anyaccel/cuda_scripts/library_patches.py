@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from anyaccel.backends.device_functions import adjust_dtype, dtype_name
-from anyaccel.backends.torch_device import is_host, is_on
+from anyaccel.backends.device_type_checks import is_host, is_on
 from anyaccel.cuda_scripts.migration import Migration
-from anyaccel.emulator.torch_patches import apply_patch
+from anyaccel.emulator.torch_patch_registry import apply_patch
 from anyaccel.planning.options import PlacementOptions
 
 __all__ = ["install_library_patches"]

@@ -14,7 +14,7 @@ import torch
 
 from anyaccel.backends.device import OpenDevice, find_device
 from anyaccel.backends.device import sheet as find_sheet
-from anyaccel.backends.torch_device import is_host, is_on
+from anyaccel.backends.device_type_checks import is_host, is_on
 from anyaccel.errors import UnmappedError
 from anyaccel.planning.facts import PipelineFacts
 from anyaccel.planning.options import PlacementOptions

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.torch_device import is_host, is_on
+from anyaccel.backends.device_type_checks import is_host, is_on
 from anyaccel.cuda_scripts.migration import Migration, is_device_aware_library
-from anyaccel.emulator.torch_patches import apply_patch, replace_by
+from anyaccel.emulator.torch_patch_registry import apply_patch, replace_by
 from anyaccel.runtime.workarounds import noise
 from anyaccel.runtime.workarounds.function_modes import Handler, PipelineFunctionMode, make_pipeline_function_mode
 from anyaccel.upstream.torch_internals import find_property
@@ -25,7 +25,7 @@ __all__ = ["ScriptFunctionMode", "install_function_mode"]
 
 Tensor = torch.Tensor
 Kwargs = dict[str, Any]
-# Functions that read `device` before a function mode runs; see their entries in `emulator/torch_patches.py`.
+# Functions that read `device` before a function mode runs; see their entries in `emulator/torch_patch_registry.py`.
 _BUILDERS = ("tensor", "as_tensor", "asarray", "from_dlpack")
 
 

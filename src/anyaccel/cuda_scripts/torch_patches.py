@@ -10,7 +10,7 @@ import torch
 from anyaccel.backends.device import find_device
 from anyaccel.backends.device_functions import adjust_dtype
 from anyaccel.cuda_scripts.migration import Migration
-from anyaccel.emulator.torch_patches import apply_patch, replace_class
+from anyaccel.emulator.torch_patch_registry import apply_patch, replace_class
 
 __all__ = ["install_torch_patches"]
 

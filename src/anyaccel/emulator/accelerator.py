@@ -9,8 +9,8 @@ import torch
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.sheet import Sheet
 from anyaccel.emulator.compiler_stub import CompileLog
-from anyaccel.emulator.ledger import Ledger
 from anyaccel.emulator.limit_index import LimitIndex
+from anyaccel.emulator.limit_ledger import Ledger
 from anyaccel.emulator.memory_tracker import MemoryTracker
 from anyaccel.errors import LimitError, LimitTypeError
 

@@ -15,15 +15,15 @@ from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.collectives import install_collectives
 from anyaccel.emulator.compiler_stub import install_compiler
 from anyaccel.emulator.device_from_int import install_ordinal_devices
-from anyaccel.emulator.device_patches import install_device_patches
 from anyaccel.emulator.dispatch import dispatch
 from anyaccel.emulator.generator import install_generator
+from anyaccel.emulator.predispatch_patches import install_device_patches
 from anyaccel.emulator.registration import register_device
 from anyaccel.emulator.tensor import activate
 from anyaccel.emulator.vendor_modules import install_vendor_packages, make_device_module
 from anyaccel.errors import UsageError, VirtualDeviceError
 from anyaccel.units import parse_size
-from anyaccel.upstream.torch_internals import load_dynamo
+from anyaccel.upstream.torch_compile_internals import load_dynamo
 
 __all__ = ["start", "start_spec", "virtual"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anyaccel.backends.sheet import Distributed
-from anyaccel.emulator.torch_patches import apply_patch, replace_by
+from anyaccel.emulator.torch_patch_registry import apply_patch, replace_by
 from anyaccel.emulator.vendor_modules import install_package
 from anyaccel.upstream.torch_internals import read_timeout
 

@@ -21,10 +21,10 @@ import torch
 
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.sheet import Compiler
-from anyaccel.emulator.torch_patches import apply_patch
+from anyaccel.emulator.torch_patch_registry import apply_patch
 from anyaccel.errors import LimitError, VirtualDeviceError
 from anyaccel.storage.atomic_write import atomic_write
-from anyaccel.upstream.torch_internals import (
+from anyaccel.upstream.torch_compile_internals import (
     GRAPH_BREAK_LOGGER,
     is_recompiling,
     parse_graph_break,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.torch_patches import apply_patch, replace_class
+from anyaccel.emulator.torch_patch_registry import apply_patch, replace_class
 
 __all__ = ["install_ordinal_devices"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from anyaccel.backends.claim import Limit
-from anyaccel.backends.torch_device import is_host
+from anyaccel.backends.device_type_checks import is_host
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.generator import find_generator_device
 from anyaccel.emulator.limit_index import LimitIndex, OperationFacts, read_operation

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.torch_patches import apply_patch, replace_class
+from anyaccel.emulator.torch_patch_registry import apply_patch, replace_class
 from anyaccel.upstream.torch_internals import PlainGenerator, read_address
 
 __all__ = ["find_generator_device", "install_generator"]

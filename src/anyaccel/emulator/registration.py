@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.torch_device import is_host
+from anyaccel.backends.device_type_checks import is_host
 from anyaccel.emulator.dispatch import dispatch
-from anyaccel.emulator.torch_patches import apply_patch, replace_by
+from anyaccel.emulator.torch_patch_registry import apply_patch, replace_by
 from anyaccel.errors import RealDeviceError, VirtualDeviceError
 from anyaccel.upstream.torch_internals import (
     claim_private_use,

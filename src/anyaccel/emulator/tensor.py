@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.upstream.torch_internals import disable_torch_function, find_rebuild, is_tracing, make_wrapper_subclass
+from anyaccel.upstream.torch_compile_internals import is_tracing
+from anyaccel.upstream.torch_internals import disable_torch_function, find_rebuild, make_wrapper_subclass
 
 __all__ = ["VirtualTensor", "activate", "active", "wrap"]
 

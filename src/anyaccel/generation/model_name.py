@@ -16,7 +16,7 @@ from typing import BinaryIO, Literal
 
 from anyaccel.embedded.model import NAME, find_embedded_model
 from anyaccel.errors import UsageError
-from anyaccel.runtime.model_files import check_model_folder
+from anyaccel.runtime.model_file_checks import check_model_folder
 
 __all__ = ["ResolvedModel", "digest_folder", "find_revision", "resolve_model"]
 

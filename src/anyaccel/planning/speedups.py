@@ -58,7 +58,7 @@ def choose_compile_policy(
     """Return whether and when denoisers and decoders are compiled.
 
     On a device that needs workarounds, whole models are compiled, because the workarounds are applied
-    to the graph (`runtime/speed/graph_workarounds.py`). If a required workaround cannot be applied to
+    to the graph (`runtime/speed/compiled_model_workarounds.py`). If a required workaround cannot be applied to
     the graph, compilation fails and the model runs eagerly.
     """
     speedup = sheet.speedup("compile")

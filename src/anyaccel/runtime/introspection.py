@@ -11,7 +11,7 @@ import torch
 from anyaccel.planning.facts import ComponentFacts, PipelineFacts
 from anyaccel.runtime.placement_state import Placement, find_placement
 from anyaccel.upstream.diffusers_internals import read_parallel_plan, read_repeated_blocks
-from anyaccel.upstream.torch_internals import unwrap_compiled
+from anyaccel.upstream.torch_compile_internals import unwrap_compiled
 
 __all__ = ["find_components", "find_denoisers", "find_models", "plain_class", "read_facts"]
 

@@ -12,7 +12,7 @@ import torch
 from anyaccel.backends.device_functions import dtype_name, dtype_of
 from anyaccel.errors import AnyaccelError, ModelError, UsageError, first_line
 from anyaccel.planning.options import PlacementOptions
-from anyaccel.runtime.model_files import check_model_folder, is_single_file
+from anyaccel.runtime.model_file_checks import check_model_folder, is_single_file
 from anyaccel.upstream.diffusers_internals import casts_components, read_dtype_argument
 
 __all__ = ["derive_pipeline", "load_pipeline"]

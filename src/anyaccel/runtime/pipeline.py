@@ -33,7 +33,7 @@ from anyaccel.runtime.placement_state import (
 )
 from anyaccel.runtime.speed.compile import compile_components
 from anyaccel.runtime.speed.quantize import check_not_quantized
-from anyaccel.runtime.vendor_aliases import VendorAliases
+from anyaccel.runtime.vendor_method_aliases import VendorAliases
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 
 __all__ = [

@@ -11,7 +11,8 @@ import torch
 from anyaccel.tracing.pipeline_trace import PipelineTrace
 from anyaccel.upstream.accelerate_internals import HOOK_ATTRIBUTES
 from anyaccel.upstream.diffusers_internals import HOOK_ATTRIBUTE, PIPELINE_HOOKS
-from anyaccel.upstream.torch_internals import MODULE_HOOKS, unwrap_compiled
+from anyaccel.upstream.torch_compile_internals import unwrap_compiled
+from anyaccel.upstream.torch_internals import MODULE_HOOKS
 from anyaccel.upstream.transformers_internals import OUTPUT_HOOKS_ATTRIBUTE
 
 __all__ = ["clone_pipeline"]

@@ -24,7 +24,7 @@ from anyaccel.checking.chart.chart import (
     find_families,
     make_chart,
 )
-from anyaccel.checking.chart.chart_file import as_document, read_chart, write_chart
+from anyaccel.checking.chart.chart_json import as_document, read_chart, write_chart
 from anyaccel.checking.chart.known_failures import find_reason
 from anyaccel.checking.chart.markdown import write_markdown
 from anyaccel.checking.check import find_devices

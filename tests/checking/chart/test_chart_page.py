@@ -15,7 +15,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from anyaccel.checking.chart.badge import make_badge
 from anyaccel.checking.chart.chart import Attempt, Chart, ChartCell, ChartRow, CodeLine, LimitFinding
-from anyaccel.checking.chart.chart_file import as_document
+from anyaccel.checking.chart.chart_json import as_document
 from anyaccel.checking.chart.page import write_page
 from anyaccel.checking.chart.report_page import write_report_page
 from anyaccel.checking.report import DeviceReport, Graphs, Report, State, Violation

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from anyaccel.cluster.batch.image_worker import RowFailed, RowImage, WorkerFacts, WorkerSettings
+from anyaccel.cluster.batch.local_worker_pool import Event, RowsFinished, WorkerDied, WorkerStarted, WorkerStartFailed
 from anyaccel.cluster.batch.manifest import OutputFolder
 from anyaccel.cluster.batch.rows import BatchRow
 from anyaccel.cluster.batch.runner import BatchRun, BatchSummary
-from anyaccel.cluster.batch.worker_pool import Event, RowsFinished, WorkerDied, WorkerStarted, WorkerStartFailed
 from anyaccel.errors import AnyaccelError, ModelError, UsageError
 from anyaccel.progress import ProgressListener
 

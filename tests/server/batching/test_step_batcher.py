@@ -21,8 +21,9 @@ from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.speed.graph_capture import GraphCapture
 from anyaccel.runtime.workarounds.nan_check import RecordEvent
 from anyaccel.server.batching.batched_args import join_args, make_call_args, split_result
+from anyaccel.server.batching.batched_forward import BatchedForward, _PendingCall
 from anyaccel.server.batching.shared_pipeline import SharedPipeline
-from anyaccel.server.batching.step_batcher import BatchedForward, StepBatcher, _PendingCall
+from anyaccel.server.batching.step_batcher import StepBatcher
 
 
 def make_call(name: str, seed: int, steps: int) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""Backend for NVIDIA CUDA and AMD ROCm.
-
-torch uses the device type `cuda` for both; the torch build determines which sheet applies.
-"""
+"""Backend for NVIDIA CUDA and AMD ROCm. torch uses the device type `cuda` for both."""
 
 from __future__ import annotations
 

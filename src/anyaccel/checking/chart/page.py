@@ -17,7 +17,7 @@ _PLACEHOLDERS = re.compile(r"\{\{(title|style|script|data)\}\}")
 
 
 def write_page(document: Mapping[str, Any]) -> str:
-    """Return the HTML page for the chart dict that `chart_file.as_document` returns."""
+    """Return the HTML page for the chart dict that `chart_json.as_document` returns."""
     return fill_page("chart.html", document, title="anyaccel chart: diffusers pipelines on accelerators")
 
 

@@ -20,7 +20,7 @@ _MAX_WORDS = 5
 def find_notes(loaded: LoadedModel, call: Mapping[str, Any], prompts: Sequence[str]) -> Iterator[str]:
     """Yield notes about a slow dtype, an unsuitable image size or unknown words in a prompt."""
     from anyaccel.backends.cpu_half_precision_speed import measure_half_precision
-    from anyaccel.backends.torch_device import is_host
+    from anyaccel.backends.device_type_checks import is_host
     from anyaccel.embedded.vocabulary import find_unknown_words
 
     plan, dtype = loaded.pipe.plan, loaded.pipe.plan.dtype.value

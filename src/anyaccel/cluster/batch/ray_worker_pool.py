@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from anyaccel.cluster.batch.image_worker import ImageWorker, RowFailed, RowImage, WorkerFacts, WorkerSettings
+from anyaccel.cluster.batch.local_worker_pool import Event, RowsFinished, WorkerDied, WorkerStarted, WorkerStartFailed
 from anyaccel.cluster.batch.rows import BatchRow
-from anyaccel.cluster.batch.worker_pool import Event, RowsFinished, WorkerDied, WorkerStarted, WorkerStartFailed
 from anyaccel.cluster.device_slots import claim_device
 from anyaccel.cluster.ray_cluster import environment
 from anyaccel.errors import AnyaccelError

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from anyaccel.cluster.batch.image_worker import RowFailed, RowImage, WorkerFacts, WorkerSettings
-from anyaccel.cluster.batch.manifest import OutputFolder
-from anyaccel.cluster.batch.rows import BatchRow, check_parameters
-from anyaccel.cluster.batch.worker_pool import (
+from anyaccel.cluster.batch.local_worker_pool import (
     Event,
     RowsFinished,
     WorkerDied,
@@ -19,6 +17,8 @@ from anyaccel.cluster.batch.worker_pool import (
     WorkerStarted,
     WorkerStartFailed,
 )
+from anyaccel.cluster.batch.manifest import OutputFolder
+from anyaccel.cluster.batch.rows import BatchRow, check_parameters
 from anyaccel.errors import AnyaccelError
 from anyaccel.progress import ProgressListener
 

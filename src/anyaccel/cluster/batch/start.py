@@ -8,10 +8,10 @@ from pathlib import Path
 
 from anyaccel.backends.device_spec import AUTO, DeviceSpec
 from anyaccel.cluster.batch.image_worker import WorkerSettings
+from anyaccel.cluster.batch.local_worker_pool import LocalWorkerPool, WorkerPool
 from anyaccel.cluster.batch.manifest import OutputFolder
 from anyaccel.cluster.batch.rows import read_rows
 from anyaccel.cluster.batch.runner import BatchRun, BatchSummary
-from anyaccel.cluster.batch.worker_pool import LocalWorkerPool, WorkerPool
 from anyaccel.cluster.device_slots import DeviceSlots, check_workers, find_device_slots, share_threads, slots_from_name
 from anyaccel.errors import UsageError
 from anyaccel.progress import ProgressListener

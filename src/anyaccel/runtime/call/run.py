@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.torch_device import is_host
+from anyaccel.backends.device_type_checks import is_host
 from anyaccel.errors import DoesNotFitError, NotFiniteError, UsageError
 from anyaccel.library_logging import FLOAT32_ADVICE, drop_log_records
 from anyaccel.planning.decision import Decision
@@ -42,8 +42,8 @@ from anyaccel.runtime.workarounds.noise import (
     make_generators,
     use_noise_source,
 )
-from anyaccel.runtime.workarounds.overlapped_copy import find_overlapped_copy
 from anyaccel.runtime.workarounds.scheduler_tensors_on_cpu import keep_on_cpu
+from anyaccel.runtime.workarounds.side_stream_copy import find_side_stream_copy
 from anyaccel.upstream.diffusers_internals import is_argument_error
 
 __all__ = ["run_call"]
@@ -198,7 +198,7 @@ class _ChunkRun:
     def __init__(self, pipe: Any, placement: Placement, call: Call, chunk: CallRequest, start: Any) -> None:
         self.pipe, self.placement, self.call, self.chunk, self.start = pipe, placement, call, chunk, start
         self.components = find_components(pipe)
-        self.overlapped_copy = find_overlapped_copy(placement)
+        self.side_stream_copy = find_side_stream_copy(placement)
 
     def finish(self) -> Any:
         """Run the call and return its output; raise `NotFiniteError` if a float32 rerun also fails."""
@@ -207,8 +207,8 @@ class _ChunkRun:
             return result
         non_finite = (
             find_non_finite(outputs)
-            if self.overlapped_copy is None
-            else self.overlapped_copy.read_after(outputs.wait, functools.partial(find_non_finite, outputs))
+            if self.side_stream_copy is None
+            else self.side_stream_copy.read_after(outputs.wait, functools.partial(find_non_finite, outputs))
         )
         if non_finite:
             result = self._recover(non_finite)
@@ -217,7 +217,7 @@ class _ChunkRun:
     def _run_once(self) -> tuple[Any, OutputCheck]:
         chunk, source = self.start(self.chunk)
         with (
-            checking_outputs(None if self.overlapped_copy is None else self.overlapped_copy.record_event) as outputs,
+            checking_outputs(None if self.side_stream_copy is None else self.side_stream_copy.record_event) as outputs,
             self._apply_plan(source),
         ):
             try:
@@ -241,11 +241,11 @@ class _ChunkRun:
             stack.enter_context(use_noise_source(source))
             if (
                 cpu_tensors is not None
-                or self.overlapped_copy is not None
+                or self.side_stream_copy is not None
                 or not _needs_no_function_mode(placement, plan, source)
             ):
                 stack.enter_context(
-                    make_pipeline_function_mode(plan, placement.device, cpu_tensors, self.overlapped_copy)
+                    make_pipeline_function_mode(plan, placement.device, cpu_tensors, self.side_stream_copy)
                 )
             # Last, and so left first: an interrupted call may leave modes on the stack.
             stack.enter_context(preserve_function_modes())

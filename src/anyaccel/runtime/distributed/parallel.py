@@ -18,9 +18,9 @@ import torch
 
 from anyaccel.backends.device import OpenDevice, is_available, open_device
 from anyaccel.backends.device_spec import DeviceSpec
+from anyaccel.backends.device_type_checks import is_host
 from anyaccel.backends.registry import load_registry
 from anyaccel.backends.sheet import Distributed
-from anyaccel.backends.torch_device import is_host
 from anyaccel.errors import AnyaccelError, NotMeasurableError, UsageError
 from anyaccel.library_logging import EXPERIMENTAL_ADVICE, drop_log_records
 from anyaccel.planning.facts import PipelineFacts

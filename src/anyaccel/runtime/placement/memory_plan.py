@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.torch_device import is_on
+from anyaccel.backends.device_type_checks import is_on
 from anyaccel.errors import DoesNotFitError, NotMeasurableError
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.kernel_workspace import read_workspace

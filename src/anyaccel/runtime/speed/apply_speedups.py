@@ -29,7 +29,7 @@ from anyaccel.runtime.speed.graph_capture import GraphCapture
 from anyaccel.runtime.speed.quantize import quantize_denoisers
 from anyaccel.runtime.speed.step_skipping import current_step_skipper, track_steps
 from anyaccel.units import readable
-from anyaccel.upstream.torch_internals import CACHE_LOGGER, pause_gc_after_compile
+from anyaccel.upstream.torch_compile_internals import CACHE_LOGGER, pause_gc_after_compile
 
 __all__ = [
     "SpeedState",

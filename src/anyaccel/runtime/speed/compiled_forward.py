@@ -17,7 +17,7 @@ from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import summarize_error
 from anyaccel.forward_overrides import Slot, get_override, set_override
 from anyaccel.runtime.speed.module_fingerprint import LayerHooks, PatchedCode
-from anyaccel.upstream.torch_internals import remove_compiled_call, restore_compiled_call
+from anyaccel.upstream.torch_compile_internals import remove_compiled_call, restore_compiled_call
 
 __all__ = ["CompiledForward", "compile_blocks", "compile_forward", "find_compiled", "remove_compiled_blocks"]
 

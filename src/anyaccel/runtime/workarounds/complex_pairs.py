@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.torch_device import is_host, is_on
+from anyaccel.backends.device_type_checks import is_host, is_on
 from anyaccel.errors import LimitError
 from anyaccel.runtime.workarounds.dtypes import (
     DATA_CONSTRUCTORS,

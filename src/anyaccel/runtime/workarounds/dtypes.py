@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.torch_device import is_on
+from anyaccel.backends.device_type_checks import is_on
 
 __all__ = [
     "DATA_CONSTRUCTORS",

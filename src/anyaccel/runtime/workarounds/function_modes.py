@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.overrides import TorchFunctionMode
 
-from anyaccel.backends.torch_device import is_host
+from anyaccel.backends.device_type_checks import is_host
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.workarounds import (
     complex_pairs,
@@ -26,8 +26,8 @@ from anyaccel.runtime.workarounds import (
     uninitialized_memory,
 )
 from anyaccel.runtime.workarounds.host_transfer import HostTransfer
-from anyaccel.runtime.workarounds.overlapped_copy import OverlappedCopy
 from anyaccel.runtime.workarounds.scheduler_tensors_on_cpu import CpuTensors
+from anyaccel.runtime.workarounds.side_stream_copy import SideStreamCopy
 from anyaccel.upstream.torch_internals import pop_function_mode, push_function_mode, read_function_modes
 
 __all__ = [
@@ -151,18 +151,18 @@ def make_pipeline_function_mode(
     plan: Plan,
     device: torch.device,
     cpu_tensors: CpuTensors | None = None,
-    overlapped_copy: OverlappedCopy | None = None,
+    side_stream_copy: SideStreamCopy | None = None,
 ) -> PipelineFunctionMode:
-    """Return the function mode for one pipeline call; pass `overlapped_copy` if calls share the device."""
+    """Return the function mode for one pipeline call; pass `side_stream_copy` if calls share the device."""
     host_transfer = make_host_transfer(plan, device)
     host_transfer.cpu_tensors = cpu_tensors
-    if overlapped_copy is not None:
-        host_transfer.copy = overlapped_copy.to_device
+    if side_stream_copy is not None:
+        host_transfer.copy = side_stream_copy.to_device
     handlers = _make_handlers(plan, device, host_transfer.replacements)
     # After the dtype handlers, which these replace: noise is drawn in float32 and cast before the copy.
     handlers |= noise.make_handlers(device, host_transfer.replacements, host_transfer.copy)
-    if overlapped_copy is not None:
-        handlers |= overlapped_copy.make_handlers(handlers)
+    if side_stream_copy is not None:
+        handlers |= side_stream_copy.make_handlers(handlers)
     if cpu_tensors is not None:
         # Outermost: scheduler tensors must be recognized before another handler copies them.
         handlers |= {func: _keep_schedule_on_cpu(host_transfer, handlers.get(func)) for func in _MOVE_FUNCTIONS}

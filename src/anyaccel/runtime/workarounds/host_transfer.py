@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.torch_device import is_host, is_on
+from anyaccel.backends.device_type_checks import is_host, is_on
 from anyaccel.runtime.workarounds.complex_pairs import make_complex_pair
 from anyaccel.runtime.workarounds.scheduler_tensors_on_cpu import CpuTensors
 

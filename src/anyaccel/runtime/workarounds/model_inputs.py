@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.torch_device import is_host, is_on
+from anyaccel.backends.device_type_checks import is_host, is_on
 from anyaccel.forward_overrides import Slot, get_override, refresh_overrides, remove_override, set_override
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.workarounds.function_modes import (
@@ -27,7 +27,7 @@ from anyaccel.runtime.workarounds.host_transfer import HostTransfer, copy_or_fil
 from anyaccel.runtime.workarounds.nan_check import record_output
 from anyaccel.tracing.meta_module import map_tensors
 from anyaccel.upstream import accelerate_internals, diffusers_internals
-from anyaccel.upstream.torch_internals import is_compiled, unwrap_compiled
+from anyaccel.upstream.torch_compile_internals import is_compiled, unwrap_compiled
 
 __all__ = ["InputAdapter", "drop_stale_casts", "find_input_adapters", "set_input_adapters"]
 
@@ -71,8 +71,8 @@ class InputAdapter:
         device = self._find_device()
         if device.type != self.device.type:
             return self._run_elsewhere(device, forward, args, kwargs)
-        # A compiled model has its workarounds in the graph (graph_workarounds.py). Dynamo breaks the graph too often
-        # when it traces inside a function mode: https://github.com/pytorch/pytorch/issues/130104
+        # A compiled model has its workarounds in the graph (compiled_model_workarounds.py). Dynamo breaks the graph too
+        # often when it traces inside a function mode: https://github.com/pytorch/pytorch/issues/130104
         modes = enter_model_mode(None if self._runs_compiled() else self.function_mode)
         try:
             args, kwargs = self._adapt(args, kwargs)

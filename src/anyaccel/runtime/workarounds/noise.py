@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.torch_device import is_host, is_on
+from anyaccel.backends.device_type_checks import is_host, is_on
 from anyaccel.runtime.workarounds.host_transfer import CopyFunction
 
 __all__ = ["BatchSliceNoise", "NoiseSource", "PerImageNoise", "make_generators", "make_handlers", "use_noise_source"]

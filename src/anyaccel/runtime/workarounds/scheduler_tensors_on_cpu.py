@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.torch_device import is_host
+from anyaccel.backends.device_type_checks import is_host
 from anyaccel.runtime.workarounds.method_override import override_method
 
 __all__ = ["CpuTensors", "keep_on_cpu"]

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.torch_device import is_host
+from anyaccel.backends.device_type_checks import is_host
 from anyaccel.forward_overrides import Slot, get_override, remove_override, set_override
 from anyaccel.runtime.introspection import find_components, find_models
 from anyaccel.runtime.placement_state import Placement, find_placement, set_placement
 from anyaccel.runtime.speed.graph_capture import GraphCapture
 from anyaccel.runtime.workarounds.nan_check import RecordEvent
 from anyaccel.server.batching.batched_args import CallArgs
-from anyaccel.server.batching.step_batcher import BatchedForward, StepBatcher
+from anyaccel.server.batching.batched_forward import BatchedForward
+from anyaccel.server.batching.step_batcher import StepBatcher
 
 __all__ = ["SharedPipeline"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from anyaccel.backends.torch_device import is_host, is_on
+from anyaccel.backends.device_type_checks import is_host, is_on
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.tensor import VirtualTensor
-from anyaccel.emulator.torch_patches import apply_patch, replace_by
+from anyaccel.emulator.torch_patch_registry import apply_patch, replace_by
 from anyaccel.upstream.torch_internals import (
     FakeTensor,
     find_default_device,

@@ -14,7 +14,7 @@ from anyaccel.planning.options import PlacementOptions
 from anyaccel.planning.plan import make_plan
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.speed import compile as compile_module
-from anyaccel.runtime.speed.graph_workarounds import GraphWorkarounds, read_graph_workarounds
+from anyaccel.runtime.speed.compiled_model_workarounds import GraphWorkarounds, read_graph_workarounds
 from anyaccel.runtime.workarounds import sliced_attention
 from tests.conftest import NEEDS_RECIPES
 

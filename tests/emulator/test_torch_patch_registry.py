@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from anyaccel.emulator import torch_patches
-from anyaccel.emulator.torch_patches import PATCHES, Patch, apply_patch, patched, remove_patches, replace_class
+from anyaccel.emulator import torch_patch_registry
+from anyaccel.emulator.torch_patch_registry import PATCHES, Patch, apply_patch, patched, remove_patches, replace_class
 from anyaccel.errors import UpstreamError
 from tests.conftest import ROOT
 
@@ -77,7 +77,7 @@ def test_every_entry_has_a_reason_and_a_tested_release() -> None:
 
 def test_missing_attribute_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = Patch("torch.removed_attribute", "A reason.")
-    monkeypatch.setattr(torch_patches, "PATCHES", (gone,))
+    monkeypatch.setattr(torch_patch_registry, "PATCHES", (gone,))
     with pytest.raises(UpstreamError, match=r"torch.removed_attribute does not exist.*A reason"):
         apply_patch(gone.name, make_replacement, "test")
     assert not hasattr(torch, "removed_attribute")
@@ -125,8 +125,8 @@ def test_replaced_class_equals_the_original() -> None:
 
 ROUND_TRIP = """
 import sys
-from anyaccel.emulator.torch_patches import remove_patches
-from tests.emulator.test_torch_patches import ENTRIES, read, read_own
+from anyaccel.emulator.torch_patch_registry import remove_patches
+from tests.emulator.test_torch_patch_registry import ENTRIES, read, read_own
 
 import torch, torch._dynamo, torch.distributed, safetensors.torch
 before = {patch.name: (read(patch.name), read_own(patch.name)) for patch in ENTRIES}

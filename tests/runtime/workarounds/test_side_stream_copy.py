@@ -19,7 +19,7 @@ from anyaccel.errors import NotFiniteError
 from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.placement_state import find_placement, set_placement
-from anyaccel.runtime.workarounds.overlapped_copy import OverlappedCopy
+from anyaccel.runtime.workarounds.side_stream_copy import SideStreamCopy
 from anyaccel.server.batching.shared_pipeline import light_copy
 
 DEVICE, RECIPE, SIDE = "hpu", "stable-diffusion", 8
@@ -106,7 +106,7 @@ def test_copies_keep_values_and_dtypes(dtype: torch.dtype | None) -> None:
     def use(accelerator: VirtualAccelerator) -> Any:
         placement = find_placement(make_pipe()[0])
         assert placement is not None
-        copier = OverlappedCopy(placement.opened)
+        copier = SideStreamCopy(placement.opened)
         handlers = copier.make_handlers({})
         values, device = torch.randn(SIDE, SIDE), placement.device
         dtype_args = () if dtype is None else (dtype,)

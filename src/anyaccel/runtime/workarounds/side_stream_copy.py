@@ -13,23 +13,23 @@ from typing import Any, TypeVar
 import torch
 
 from anyaccel.backends.device import OpenDevice
-from anyaccel.backends.torch_device import is_host, is_on
+from anyaccel.backends.device_type_checks import is_host, is_on
 from anyaccel.runtime.placement_state import Placement
 from anyaccel.runtime.workarounds.dtypes import parse_to_arguments
 
-__all__ = ["OverlappedCopy", "find_overlapped_copy"]
+__all__ = ["SideStreamCopy", "find_side_stream_copy"]
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _Result = TypeVar("_Result")
 _MOVE_FUNCTIONS = (torch.Tensor.to, torch.Tensor.type_as, torch.Tensor.cpu)
 
 
-def find_overlapped_copy(placement: Placement) -> OverlappedCopy | None:
-    """Return an `OverlappedCopy` if several calls share a device that supports events, otherwise None."""
-    return OverlappedCopy(placement.opened) if placement.shared and placement.opened.driver.has_events else None
+def find_side_stream_copy(placement: Placement) -> SideStreamCopy | None:
+    """Return an `SideStreamCopy` if several calls share a device that supports events, otherwise None."""
+    return SideStreamCopy(placement.opened) if placement.shared and placement.opened.driver.has_events else None
 
 
-class OverlappedCopy:
+class SideStreamCopy:
     """Copies between the CPU and one device that do not wait for the work of concurrent calls."""
 
     def __init__(self, opened: OpenDevice) -> None:
