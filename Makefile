@@ -13,47 +13,47 @@ START := $(shell date +%s)
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export NO_MKDOCS_2_WARNING := 1
-# pip compiles nothing (see below): what Python compiles at an import must be kept.
+# pip does not compile bytecode (see below), so Python must keep what it compiles on import.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-all test-slow test-order test-first-to-last test-last-to-first chart calibrate evaluate check lint types imports docs docs-serve clean
 
-help: ## Show what there is to make
+help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
-demo: $(READY) ## Install the package and generate an image on the best device of this machine
+demo: $(READY) ## Install the package and generate an image on the best available device
 	@echo "Generating an image (about half a minute the first time)"
 	@$(BIN)/anyaccel generate "a fox and a rocket on a light blue background" --seed 7 --force -o demo/
 	@echo "Done in $$(($$(date +%s) - $(START))) s"
 
-evaluate: $(READY_TEST) ## The embedded model's figures (about an hour on two cores)
+evaluate: $(READY_TEST) ## Measure the embedded model (about an hour on two cores)
 	$(BIN)/python -m training evaluate --json benchmarks/results/embedded_cpu.json
 
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-test: $(READY_TEST) ## The tests, but for those that take long (8 minutes on two cores)
+test: $(READY_TEST) ## Run the tests, except the long ones (8 minutes on two cores)
 	$(PYTEST) -m "not slow and not long"
 
 test-all: $(READY_TEST)
 	$(PYTEST) -m "not slow"
 
-test-slow: $(READY_TEST) ## The long sweeps
+test-slow: $(READY_TEST) ## Run the slow tests
 	$(BIN)/python -m pytest -m slow
 
-test-order: $(READY_TEST) ## The tests in one process from first to last, beside them in another from last to first
+test-order: $(READY_TEST) ## Run the tests in order and in reverse order, one process each
 	$(MAKE) --jobs 2 --output-sync test-first-to-last test-last-to-first
 
 test-first-to-last test-last-to-first: $(READY_TEST)
 	$(BIN)/python -m pytest -m "not slow" $(if $(findstring test-last,$@),--last-first)
 
-chart: $(READY_TEST) ## Every tiny pipeline on every virtual device, plain and placed (about a quarter of an hour)
+chart: $(READY_TEST) ## Run every tiny pipeline on every virtual device (15 to 30 minutes)
 	rm -f benchmarks/results/chart.json
 	$(BIN)/anyaccel chart --keep benchmarks/results/chart.json --html chart.html
 
-calibrate: $(READY_TEST) ## Public failures and known good cases on the virtual devices: caught, and false alarms
+calibrate: $(READY_TEST) ## Count detected failures and false positives of the virtual devices
 	$(BIN)/python -m tests.calibration
 
-check: $(READY_CHECK) ## The one check, for people and for CI
+check: $(READY_CHECK) ## Run all checks, as in CI
 	$(MAKE) lint
 	$(MAKE) --jobs 2 test-all types imports docs
 
@@ -70,14 +70,14 @@ imports: $(READY_CHECK)
 docs: $(READY_CHECK) ## Build the documentation into site/
 	$(BIN)/mkdocs build --strict --quiet
 
-docs-serve: $(READY_CHECK) ## Serve the documentation while it is written
+docs-serve: $(READY_CHECK) ## Serve the documentation locally and rebuild it on changes
 	$(BIN)/mkdocs serve
 
-clean: ## Remove the environment and everything that was built
+clean: ## Remove the environment and all build output
 	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache
 
-# constraints.txt has the exact versions that the tests ran on. uv is not used: it does not read pip's own configuration.
-# Without --compile a third of the time is saved: pip would compile 11,000 files, of which an image needs 2,600.
+# constraints.txt pins the versions that the tests ran with. uv is not used, because it does not read pip's configuration.
+# --no-compile saves a third of the time: pip would compile 11,000 files, and generating an image imports 2,600.
 INSTALL := $(BIN)/python -m pip install -qq --no-compile --constraint constraints.txt
 
 $(READY): pyproject.toml constraints.txt

@@ -265,7 +265,7 @@ def main() -> None:
         count = find_replicas(curve, options.rate, options.p95)
         simulated = simulate(curve, options.rate, count, max(200.0, 2000 / options.rate))
         cost = count * options.price / 3600 / options.rate * 1000
-        print(json.dumps({"devices": count, **simulated, "price_of_1000_pictures": cost}, indent=1))
+        print(json.dumps({"devices": count, **simulated, "price_of_1000_images": cost}, indent=1))
         return
     report = {**describe_run(read_commit()), "evidence": "cpu", **check()}
     RESULT.write_text(json.dumps(report, indent=1) + "\n")

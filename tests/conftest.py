@@ -35,12 +35,12 @@ ALL_SHEETS = [sheet for backend in build_registry([]).backends.values() for shee
 
 NEEDS_RECIPES = pytest.mark.skipif(
     Version(version("diffusers")) < Version("0.42") or Version(version("transformers")) < Version("5"),
-    reason="the recipes are made of classes of diffusers 0.42 and transformers 5, which Python 3.10 cannot have",
+    reason="the recipes require diffusers 0.42 and transformers 5, which do not support Python 3.10",
 )
 
 
 LONGEST = ("cluster/serve/test_start.py", "server/test_run_server.py")
-"""They come first, so that at the end nobody waits for one of them alone."""
+"""Run first, so that the end of the test run does not wait for one of them."""
 LIVE = tuple(
     f"{name}.py"
     for name in (

@@ -58,8 +58,8 @@ def show_chart(
 ) -> None:
     """Run every tiny pipeline on every virtual device.
 
-    Each pipeline runs twice: once with stock diffusers and once with anyaccel. A full run takes about
-    15 minutes. The exit status is 1 if a pipeline fails with anyaccel for an unknown reason.
+    Each pipeline runs twice: once with stock diffusers and once with anyaccel. A full run takes 15 to
+    30 minutes on two cores. The exit status is 1 if a pipeline fails with anyaccel for an unknown reason.
     """
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs must be at least 1, not {jobs}", hint="for example --jobs 2")

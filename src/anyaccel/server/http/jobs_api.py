@@ -36,7 +36,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "webp": "image/webp"}
 # The aliases are part of the published OpenAPI schema.
 _JobId = Annotated[str, Path(alias="name")]
-_ImageIndex = Annotated[int, Path(alias="place")]
+_ImageIndex = Annotated[int, Path(alias="index")]
 
 router = APIRouter(prefix="/v1/jobs", responses=_ERRORS)
 
@@ -84,7 +84,7 @@ async def stream_events(job_id: _JobId, request: Request, service: ServiceOf) ->
 
 
 @router.get(
-    "/{name}/images/{place}",
+    "/{name}/images/{index}",
     response_model=None,
     summary="Fetch an image of a job",
     responses={200: {"description": "The file", "content": {media_type: {} for media_type in _MEDIA_TYPES.values()}}},
