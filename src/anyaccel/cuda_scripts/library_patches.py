@@ -301,7 +301,7 @@ def _patch_model_loading(before: Callable[..., Any], migration: Migration) -> Ca
 def _pop_device_map(options: dict[str, Any], migration: Migration) -> torch.device | None:
     """Remove `device_map` from the options if it maps to a single device, and return that device.
 
-    Automatic maps such as `auto` also map to a single device. In any other map, replace `cuda` with the
+    Automatic maps such as `auto` are treated as a single device. In any other map, replace `cuda` with the
     actual device and return None.
     """
     device_map = options.get("device_map")

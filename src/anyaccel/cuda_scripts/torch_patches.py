@@ -19,7 +19,7 @@ _GENERIC_BACKENDS = ("inductor", "cudagraphs", None)
 
 
 def install_torch_patches(migration: Migration) -> None:
-    """Apply the patches that map `cuda`; they remain in effect until the process ends."""
+    """Apply the patches that map `cuda` to the target device; they remain in effect until the process ends."""
     apply_patch("torch.Generator", lambda original: _use_cpu_generator(original, migration), "scripts")
     _translate_first_argument("torch.amp.autocast_mode.autocast", "device_type", migration)
     _translate_first_argument("torch.amp.grad_scaler.GradScaler", "device", migration)

@@ -35,7 +35,7 @@ _FREE_SHARE = 0.8
 def choose_split(
     target: DeviceTarget, facts: PipelineFacts, options: PlacementOptions, dtype: str
 ) -> Decision[Split | None]:
-    """Return the decision on how to split the model across devices, or not to split it.
+    """Return the decision on whether and how to split the model across devices.
 
     With `parallel='auto'`, the model is split across as many devices of one server as possible.
     """

@@ -61,7 +61,7 @@ class WorkerPool(Protocol):
         """Start a worker, or restart one that died; its model loads in the background."""
 
     def submit(self, worker: int, rows: Sequence[BatchRow]) -> None:
-        """Add rows that can share one pipeline call to a worker's queue."""
+        """Add rows to a worker's queue; the rows must be able to share one pipeline call."""
 
     def wait(self, seconds: float) -> list[Event]:
         """Return the next events, or an empty list if none arrives within `seconds` seconds."""

@@ -37,7 +37,7 @@ class _Assignment:
 class ReplicaLoad:
     """Record of the images that each replica is generating.
 
-    The record is complete, because only this process sends images to the replicas.
+    The record is complete, because only this process sends jobs to the replicas.
     """
 
     def __init__(self) -> None:
