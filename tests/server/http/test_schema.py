@@ -16,7 +16,7 @@ OPERATIONS = [
     ("GET", "/healthz"), ("GET", "/readyz"), ("GET", "/metrics"), ("GET", "/v1/status"), ("GET", "/v1/models"),
     ("GET", "/v1/models/{name}"), ("POST", "/v1/images/generations"), ("POST", "/v1/images/edits"),
     ("POST", "/v1/jobs"), ("GET", "/v1/jobs"), ("GET", "/v1/jobs/{name}"), ("GET", "/v1/jobs/{name}/events"),
-    ("GET", "/v1/jobs/{name}/images/{place}"), ("POST", "/v1/jobs/{name}/cancel"), ("DELETE", "/v1/jobs/{name}"),
+    ("GET", "/v1/jobs/{name}/images/{index}"), ("POST", "/v1/jobs/{name}/cancel"), ("DELETE", "/v1/jobs/{name}"),
 ]  # fmt: skip
 
 TYPED_OPERATIONS = [
