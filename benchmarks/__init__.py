@@ -1,1 +1,1 @@
-"""Measurements, each a command of its own."""
+"""Benchmarks; each module is a command."""

@@ -1,10 +1,10 @@
-"""Overhead of a batch compared to a plain loop, and the speedup by a second worker.
+"""Overhead of `anyaccel batch` compared to a plain loop, and the speedup with a second worker.
 
     python -m benchmarks.batch
 
 Writes benchmarks/results/batch_cpu.json. Three modes run in turn, each in its own process: a loop that generates and
 writes images on one core, `anyaccel batch` with one worker on that core, and with two workers on two cores. Rates do
-not include loading the model. Ratios are those of the medians of one run.
+not include loading the model. Ratios compare the medians of one run.
 """
 
 import argparse
@@ -26,7 +26,7 @@ STEPS = 8
 
 
 class Clock(ProgressListener):
-    """Listener that measures from the moment when all workers are ready."""
+    """Listener that starts timing when all workers are ready."""
 
     def __init__(self, workers: int) -> None:
         self.not_ready = workers
@@ -44,7 +44,7 @@ class Clock(ProgressListener):
         self.finished, self.end = done, time.perf_counter()
 
     def on_warning(self, text: str) -> None:
-        """Raise, since no row and no worker may fail."""
+        """Raise, because no row and no worker may fail."""
         raise AssertionError(text)
 
 

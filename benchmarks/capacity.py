@@ -1,4 +1,4 @@
-"""Capacity planning: simulates how many devices a load needs, and checks the simulation against a measurement.
+"""Capacity planning: simulate how many devices a load needs, and check the simulation against a measurement.
 
     python -m benchmarks.capacity                       # the check on this CPU, and the table in docs/scale.md
     python -m benchmarks.capacity --rate 20 --p95 2.0 --price 3.5 --alone 0.38 --together 0.57 0.95 1.71
@@ -43,7 +43,7 @@ class SimulatedReplica:
         self.now = 0.0
 
     def advance(self, now: float) -> None:
-        """Advance the clock; no request may end before that time."""
+        """Advance the clock to `now`; no request may finish before that."""
         if self.remaining:
             done = (now - self.now) * self.speed()
             self.remaining = {number: left - done for number, left in self.remaining.items()}
@@ -54,7 +54,7 @@ class SimulatedReplica:
         return 1 / self.curve[min(size for size in self.curve if size >= len(self.remaining))]
 
     def next_end(self) -> tuple[float, int] | None:
-        """Return the time and the number of the request that ends next."""
+        """Return the time at which the next request finishes, and its number."""
         if not self.remaining:
             return None
         number, left = min(self.remaining.items(), key=lambda item: item[1])
@@ -74,20 +74,20 @@ class SimulatedPool:
         self.latencies: list[float] = []
 
     def next_end(self) -> float:
-        """Return the time at which the next request ends."""
+        """Return the time at which the next request finishes."""
         while self.ends and self.ends[0][2] != self.versions[self.ends[0][1]]:
             heapq.heappop(self.ends)
         return self.ends[0][0] if self.ends else math.inf
 
     def arrive(self, now: float) -> None:
-        """Add a request, which waits if others wait or no slot is free."""
+        """Add a request; it waits if other requests wait or no slot is free."""
         number = len(self.arrivals)
         self.arrivals[number] = now
         if self.waiting or not self._start(number, now):
             self.waiting.append(number)
 
     def finish_next(self) -> float:
-        """Finish the next request and start waiting ones; return the time."""
+        """Finish the next request, start waiting requests, and return the time."""
         now, index, _ = heapq.heappop(self.ends)
         next_end = self.replicas[index].next_end()
         assert next_end
@@ -241,7 +241,7 @@ def check() -> dict[str, Any]:
         for load in LOADS:
             rate = load * find_max_rate(curves[-1])
             measured = measure_load(submit, rate, 40.0, seed=1)
-            curves.append(measure_curve(submit, 4.0))  # before and after, since a shared machine varies
+            curves.append(measure_curve(submit, 4.0))  # before and after, because timings on a shared machine vary
             curve = {size: statistics.mean(curve[size] for curve in curves[-2:]) for size in BATCH_SIZES}
             predicted = simulate(curve, rate, 1, 40.0, seed=1)
             row = {"load": load, "asked_per_s": rate, "curve_s": curve, "measured": measured, "predicted": predicted}

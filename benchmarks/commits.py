@@ -1,9 +1,9 @@
-"""Compare the speed of two checkouts of anyaccel on a real device, in turn.
+"""Compare the speed of two anyaccel checkouts on a real device, with alternating runs.
 
     python -m benchmarks.commits cuda OLD NEW --cases sd15 sdxl klein
 
 OLD and NEW are checkouts with `src` and `benchmarks`. Each checkout has one process per case; all of them warm up, then
-images are generated in turn. Writes benchmarks/results/commits_DEVICE.json; the cases are those of benchmarks.speed.
+images are generated alternately. Writes benchmarks/results/commits_DEVICE.json. The cases come from benchmarks.speed.
 """
 
 import argparse
@@ -26,7 +26,7 @@ WARM = 4
 def serve(case: str, device: str, image: str) -> None:
     """Generate an image for every line on stdin and print its time in seconds."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # keep the output of libraries out of the answers
+    os.dup2(2, 1)  # library output goes to stderr, so stdout has only the times
     import numpy
     import torch
 
@@ -69,7 +69,7 @@ def start(case: str, checkout: Path, image: Path, device: str) -> Any:
 
 
 def compare(processes: dict[str, Any], images: dict[str, Path], rounds: int) -> dict[str, Any]:
-    """Generate images with both checkouts in turn."""
+    """Generate images with both checkouts alternately."""
     import numpy
 
     times: dict[str, list[float]] = {name: [] for name in processes}
@@ -111,7 +111,7 @@ def main() -> None:
 
     opened = anyaccel.open_device(options.device)
     report: dict[str, Any] = {
-        "what": "two commits in turns, full size, random weights, compiled and captured",
+        "what": "two commits, alternating, full size, random weights, compiled and captured",
         "device": opened.driver.device_name(opened.index), "evidence": "hardware",
         "date": datetime.now(timezone.utc).date().isoformat(), "commits": options.commits,
         "versions": {"torch": torch.__version__}, "rows": {},
@@ -120,7 +120,7 @@ def main() -> None:
     trees = {"old": options.old, "new": options.new}
     with tempfile.TemporaryDirectory() as folder:
         images = {case: {name: Path(folder) / f"{case}-{name}.npy" for name in trees} for case in options.cases}
-        # All warm up concurrently, because compilation takes most of the time; they are measured one after another.
+        # All processes warm up concurrently, because compilation dominates; they are measured one at a time.
         processes = {
             case: {name: start(case, checkout, images[case][name], options.device) for name, checkout in trees.items()}
             for case in options.cases

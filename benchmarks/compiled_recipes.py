@@ -71,7 +71,7 @@ def run_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
             capture_output=True, text=True, check=False, timeout=options.limit_s,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return {"error": f"not done within {options.limit_s} s"}
+        return {"error": f"not finished within {options.limit_s} s"}
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if not lines:
         return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:300]}
@@ -102,7 +102,7 @@ def main() -> None:
     opened = anyaccel.open_device(options.device)
     names = options.names or list(recipes())
     report: dict[str, Any] = {
-        "what": "tiny pipelines placed and compiled, beside placed and eager, float32",
+        "what": "tiny placed pipelines, compiled compared to eager, float32",
         "device": opened.driver.device_name(opened.index), "evidence": "hardware",
         "date": datetime.now(timezone.utc).date().isoformat(), "commit": options.commit or read_commit(),
         "versions": {"torch": torch.__version__}, "rows": {},

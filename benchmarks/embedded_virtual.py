@@ -1,4 +1,4 @@
-"""The embedded model on every virtual device compared to the CPU: answers of the judge, and pixels.
+"""The embedded model on every virtual device compared to the CPU: the judge's answers, and pixels.
 
     python -m benchmarks.embedded_virtual [--things 40] [--devices mps,hpu]
 

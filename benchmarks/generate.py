@@ -1,9 +1,9 @@
-"""Time of `anyaccel generate "a red apple"`: of a new process, and of an image in a running process.
+"""Time of `anyaccel generate "a red apple"` in a new process, and of one image in a running process.
 
     python -m benchmarks.generate
 
 Writes benchmarks/results/generate_cpu.json. Absolute times on a shared machine mean little, so both are also given
-relative to a float32 matrix product, which is timed in turn with the images.
+relative to a float32 matrix product, which is timed alternately with the images.
 """
 
 import json
@@ -28,7 +28,7 @@ PROCESSES, IMAGES, SIDE, PRODUCTS = 5, 11, 1024, 20
 
 
 def time_product(matrix: torch.Tensor) -> float:
-    """Return the seconds of one product of square matrices."""
+    """Return the seconds of one product of two square matrices."""
     start = time.perf_counter()
     for _ in range(PRODUCTS):
         torch.mm(matrix, matrix)

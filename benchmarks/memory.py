@@ -1,10 +1,10 @@
-"""Memory predicted by `anyaccel explain` compared to a real device, for full-size models with random weights.
+"""Memory predicted by `anyaccel explain` compared to a measurement, for full-size models with random weights.
 
     python -m benchmarks.memory cuda h200
 
 Writes benchmarks/results/memory_DEVICE.json: a row for each model, size, batch and rule, with the predicted peak, the
 device's own `max_memory_allocated` and the relative error. Then the available memory is reduced, so calls run out
-of memory and recover. `--commit` and `--out` are for a copy without .git, `--models` for some of them.
+of memory and recover. `--commit` and `--out` are for a copy without .git; `--models` selects models.
 """
 
 import argparse
@@ -120,7 +120,7 @@ def run_rows(device: str, product: str, models: list[str]) -> Iterator[dict[str,
 
 
 def recover(device: str, model: str) -> Iterator[dict[str, Any]]:
-    """Yield the results of a four-image call with decreasing memory, which the plan does not know."""
+    """Yield the results of a four-image call with decreasing memory limits that the plan is not aware of."""
     pipe = build(model, device)
     for fraction in (1.0, *FRACTIONS):
         torch.cuda.set_per_process_memory_fraction(fraction)
@@ -155,7 +155,7 @@ def main() -> None:
     options = parser.parse_args()
     machine = this_machine()
     report: dict[str, Any] = {
-        "what": "predicted from config files against the device's max_memory_allocated, full size, random weights",
+        "what": "predicted from config files compared to the device's max_memory_allocated, full size, random weights",
         "device": anyaccel.open_device(options.device).driver.device_name(0),
         "evidence": "hardware",
         "date": datetime.now(timezone.utc).date().isoformat(),

@@ -1,10 +1,10 @@
-"""Overhead of `place`: the same pipeline object called with and without anyaccel's hooks, in turn.
+"""Overhead of `place`: the same pipeline object called alternately with and without anyaccel's hooks.
 
     python -m benchmarks.overhead cpu        a mid-size UNet and a mid-size transformer
     python -m benchmarks.overhead cuda       SDXL and FLUX.1-schnell at full size, random weights, eager
 
 Writes benchmarks/results/overhead_DEVICE.json; `--commit` and `--out` are for a copy without .git, `--pairs` for a
-machine with noisy timings. The plain call uses the original class's `__call__` without our hooks, the placed call has
+machine with noisy timings. The plain call uses the original class's `__call__` without hooks, the placed call has
 them. Adding and removing hooks is not timed. The order alternates.
 """
 
@@ -129,7 +129,7 @@ def make_sdxl_pipeline(device: torch.device) -> tuple[Any, dict[str, Any]]:
 
 
 def measure(name: str, make: Make, device: str, dtype: torch.dtype, count: int) -> dict[str, Any]:
-    """Time the plain and the placed call in turn; return the ratio of their medians."""
+    """Time the plain and the placed call alternately; return the ratio of their medians."""
     opened = anyaccel.open_device(device)
     pipe, call = make(opened.torch_device)
     pipe = place(pipe, device, dtype=dtype)
@@ -156,7 +156,7 @@ def measure(name: str, make: Make, device: str, dtype: torch.dtype, count: int) 
     for _ in range(3):
         time_s(True), time_s(False)
     pairs = []
-    gc.disable()  # a collection during one call would count against it
+    gc.disable()  # a garbage collection would distort the time of one call
     for index in range(count):
         first = time_s(bool(index % 2))
         second = time_s(not index % 2)
@@ -197,7 +197,7 @@ def main() -> None:
         ]
     machine = this_machine()
     result = {
-        "what": "placed by anyaccel against plain diffusers, eager, the same pipeline object in turns",
+        "what": "placed by anyaccel compared to plain diffusers, eager, the same pipeline object, alternating",
         "device": opened.driver.device_name(opened.index),
         "evidence": "hardware",
         "cases": [measure(name, make, device, dtype, options.pairs) for name, make, dtype in cases],

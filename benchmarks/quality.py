@@ -51,7 +51,7 @@ def generate_image(pipe: Any, prompt: str, steps: int) -> tuple[Any, float]:
 
 
 def measure(pipes: dict[str, Any], scenes: list[Any], steps: int) -> list[dict[str, Any]]:
-    """Measure all speed levels in turn, with one number of steps."""
+    """Measure all speed levels alternately, with one number of steps."""
     judge = load_judge()
     results: dict[str, dict[str, list[float]]] = {name: {"psnr": [], "right": [], "seconds": []} for name in pipes}
     for pipe in pipes.values():
@@ -96,7 +96,7 @@ def main() -> None:
         rows += measure(pipes, scenes[: max(4, round(share * len(scenes)))], steps)
         print(*rows[-len(pipes) :], sep="\n", flush=True)
     result = {
-        "what": "the embedded model at each level of speed, in turns, beside exact",
+        "what": "the embedded model at each speed level compared to exact, alternating",
         "date": datetime.now(timezone.utc).date().isoformat(), **describe_run(read_commit()),
         "device": str(pipes["exact"].plan.device), "rows": rows,
     }  # fmt: skip

@@ -34,7 +34,7 @@ def time_reads_us(value: torch.Tensor) -> float:
 
 
 def measure(device: str) -> dict[str, Any]:
-    """Time device and CPU in turn; return the ratio of their medians."""
+    """Time device and CPU alternately; return the ratio of their medians."""
     opened = anyaccel.open_device(device)
     on_device, on_cpu = torch.zeros(1, device=opened.torch_device), torch.zeros(1)
     time_reads_us(on_device), time_reads_us(on_cpu)

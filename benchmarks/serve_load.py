@@ -2,7 +2,7 @@
 
     python -m benchmarks.serve_load --minutes 60 --json benchmarks/results/serve_load_cpu.json
 
-Clients request one or several images with and without previews, edit, cancel, disconnect, send invalid requests and
+Clients request images with and without previews, edit images, cancel, disconnect, send invalid requests and
 delete jobs. The memory of the service and its worker is read twice per second, after every client has done each of
 these once. It is flat if the mean of the last quarter is at most 5 % above that of the second; the first fills caches.
 """
@@ -55,7 +55,7 @@ class Load(threading.Thread):
             self.generate, self.generate, self.generate, self.preview, self.edit, self.cancel, self.disconnect,
             self.send_invalid, self.delete,
         ]  # fmt: skip
-        first = actions.copy()  # each action once: caches for new shapes are filled before the first reading
+        first = actions.copy()  # each action once, to fill caches before the first reading
         with self.http:
             while not self.stopping.is_set():
                 self.perform(first.pop() if first else self.rng.choice(actions))

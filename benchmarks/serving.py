@@ -51,7 +51,7 @@ _MIN_BATCHES = 4
 """Minimum number of batches for a measurement of capacity."""
 
 Submit = Callable[[int], "Future[float]"]
-"""Function of a seed; the result of the future is the time at which the image is in host memory."""
+"""Submits a request with a seed; the future returns the time at which the image is in host memory."""
 
 
 def make_job_spec(device: str, *, tiny: bool) -> BenchCase:
@@ -135,7 +135,7 @@ def step_batching(shared: SharedPipeline, call: dict[str, Any]) -> Iterator[Subm
 
 @contextmanager
 def without_step_sync(shared: SharedPipeline) -> Iterator[None]:
-    """Do not synchronize at each step during the block, since only one call runs and nothing can join it."""
+    """Disable synchronization at each step inside the block, because only one call runs and no other can join it."""
     mark, shared.batcher.mark = shared.batcher.mark, None
     try:
         yield
@@ -152,7 +152,7 @@ MODES: dict[str, Callable[[SharedPipeline, dict[str, Any]], AbstractContextManag
 
 
 def list_sizes() -> list[int]:
-    """Return the compiled batch sizes."""
+    """Return the batch sizes to compile."""
     sizes = [1]
     while sizes[-1] < MAX_BATCH:
         sizes.append(min(MAX_BATCH, 2 * sizes[-1]))

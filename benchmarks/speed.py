@@ -6,7 +6,7 @@
     python -m benchmarks.speed cuda --explain h200         add the memory predicted by `explain` to an existing file
 
 Writes benchmarks/results/speed_DEVICE.json: stock eager, stock compiled and anyaccel, each in its own process, in
-turn, from the same noise. `--commit` and `--out` are for a copy without .git, `--options` for other placement options.
+turn, with the same noise. `--commit` and `--out` are for a copy without .git, `--options` for other placement options.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def explain_rows(path: Path, device: str) -> None:
 
 
 def print_progress(text: str) -> None:
-    """Print progress with the time of day, since some first images take minutes."""
+    """Print progress with the time of day, because some first images take minutes."""
     print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr, flush=True)
 
 
@@ -116,7 +116,7 @@ def main() -> None:
         return
     opened, machine = anyaccel.open_device(options.device), this_machine()
     report: dict[str, Any] = {
-        "what": "stock diffusers and anyaccel in turns, full size, random weights, without text encoders",
+        "what": "stock diffusers and anyaccel, alternating, full size, random weights, without text encoders",
         "device": opened.driver.device_name(opened.index), "evidence": "hardware", "options": options.options,
         "date": datetime.now(timezone.utc).date().isoformat(), "commit": options.commit or read_commit(),
         "system": f"{machine.system} {machine.architecture}", "warmed_up_together": options.together,

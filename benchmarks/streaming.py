@@ -33,7 +33,7 @@ from benchmarks.provenance import describe_run, read_commit
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = 4
-"""Steps per call; the first finds the order of the layers and is not counted."""
+"""Steps per call; the first records the execution order of the layers and is not counted."""
 SIDE = {"height": 1024, "width": 1024}
 CASES = {
     "schnell": BenchCase(
@@ -99,7 +99,7 @@ def remove_offloading(pipe: Any) -> None:
 
 
 def measure(pipe: Any, device: str, call: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return the figures of one call, and its latents."""
+    """Return the measurements of one call, and its latents."""
     ends: list[float] = []
 
     def record_step(*args: Any) -> dict[str, Any]:

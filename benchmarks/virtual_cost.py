@@ -3,7 +3,7 @@
     python benchmarks/virtual_cost.py [mps]
 
 Medians of interleaved pairs in one process, one thread; writes benchmarks/results/virtual_cost_DEVICE.json. The target
-is at most 8 times the CPU. A tiny pipeline is the worst case: its operations take less time than their bookkeeping.
+is at most 8 times the CPU time. A tiny pipeline is the worst case: checks take longer than its operations.
 """
 
 import copy

@@ -2,7 +2,7 @@
 
     python -m benchmarks.warm_start cuda [--cases klein sd15] [--together]
 
-Writes benchmarks/results/warm_start_DEVICE.json, each case when it is done. A case runs twice, each time in its own
+Writes benchmarks/results/warm_start_DEVICE.json after each case. A case runs twice, each time in its own
 process, with a cache folder that is empty the first time. `--together` starts all cases concurrently in both runs.
 """
 

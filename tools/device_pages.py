@@ -15,7 +15,7 @@ _WIDE = ["---", "hide: [toc]", "---", ""]
 
 def sheets() -> list[Sheet]:
     """Return the built-in sheets in order of preference."""
-    # Without plugins: what is installed on the build machine must not change the pages.
+    # Without plugins: packages installed on the build machine must not change the pages.
     return [sheet for backend in build_registry([]).backends.values() for sheet in backend.sheets]
 
 

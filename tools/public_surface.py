@@ -231,7 +231,7 @@ def _describe_signature(function: Callable[..., Any]) -> str:
     signature = inspect.signature(function)
     plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
     text = str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
-    # Defaults such as `<function f at 0x7f…>` contain an address that changes with every run.
+    # The repr of a default such as `<function f at 0x7f…>` contains an address that changes with every run.
     return re.sub(r"<(?:function|class|enum) ?'?([\w.<>]+)'?[^>]*>", r"\1", text)
 
 

@@ -17,7 +17,7 @@ _DATA, _OUT = Path("runs/data"), Path("runs/embedded")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; return 1 if training stopped before its end."""
+    """Run a command; return 1 if training is not finished."""
     parser = argparse.ArgumentParser(prog="python -m training", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser("prepare", help="draw the glyphs, list the things, train the tokenizer (no GPU)")
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     evaluate.add_argument("--guidance", type=float)
     evaluate.add_argument("--batch", type=int, default=100)
     evaluate.add_argument("--json", type=Path, help="write the metrics to this file")
-    install = commands.add_parser("install", help="replace the embedded model by a trained one")
+    install = commands.add_parser("install", help="replace the embedded model with a trained one")
     install.add_argument("model", type=Path, nargs="?", default=_OUT / "model")
     for command in (prepare, train):
         command.add_argument("--data", type=Path, default=_DATA)

@@ -18,7 +18,7 @@ from training.things import Thing
 __all__ = ["standardize", "train_autoencoder"]
 
 _BATCH, _RATE = 192, 1.5e-3
-_NOISE = 0.15  # standard deviation of the noise on latents in training, which makes the latent space smooth
+_NOISE = 0.15  # standard deviation of the noise added to latents in training, to smooth the latent space
 _LATENT_PENALTY = 1e-3  # otherwise the latents could grow until the noise has no effect
 
 

@@ -132,7 +132,7 @@ def _name(thing: Thing, rng: random.Random) -> str:
 
 
 def _name_with_adjective(thing: Thing, rng: random.Random) -> str:
-    """Return its name, sometimes with its color (`red rose`) or a positive adjective."""
+    """Return the name of a thing, sometimes with its color (`red rose`) or a positive adjective."""
     name = _name(thing, rng)
     if thing.color and thing.color not in name.split() and rng.random() < 0.08:
         return f"{thing.color} {name}"

@@ -17,10 +17,10 @@ from training.things import Thing
 __all__ = ["train_denoiser"]
 
 _BATCH, _RATE = 1024, 1.2e-3
-_SCENES_PER_NEW = 8  # one of this many scenes per step is new; the others are reused with new noise
+_SCENES_PER_NEW = 8  # one in N scenes per step is new; the others are reused with new noise
 _POOL = 200_000
 _EMPTY_PROMPTS = 0.08  # fraction, for classifier-free guidance
-_TIMESTEP_SHIFT = 1.5  # towards strong noise, where the model decides what to draw
+_TIMESTEP_SHIFT = 1.5  # favors high noise levels, where the model decides what to draw
 
 
 class _LatentPool:
@@ -49,7 +49,7 @@ class _Noise:
 
     def __init__(self, device: torch.device) -> None:
         alphas = make_scheduler().alphas_cumprod.clone()
-        alphas[-1] = 0.0  # the scheduler has a tiny positive value, since it takes the logarithm
+        alphas[-1] = 0.0  # the scheduler stores a tiny positive value, because it takes the logarithm
         self.signal, self.noise = alphas.sqrt().to(device), (1 - alphas).sqrt().to(device)
 
     def add(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -25,7 +25,7 @@ Draw = Callable[[list[str], list[int]], list[Image.Image]]
 
 @dataclass(frozen=True)
 class Figures:
-    """Accuracies from 0 to 1, and the number of images of each."""
+    """Accuracies from 0 to 1, and the number of images for each."""
 
     single: float
     single_pictures: int
@@ -35,7 +35,7 @@ class Figures:
     pair: float
     pair_pictures: int
     pair_each: float
-    """Accuracy of the single things in pairs, each on its side."""
+    """Accuracy for each thing of a pair on its own side."""
 
     def as_json(self) -> dict[str, float | int]:
         """Return the rounded values for JSON."""

@@ -1,4 +1,4 @@
-"""Training stage: time budget, learning rate schedule, checkpoints and log."""
+"""Training stages: time budget, learning rate schedule, checkpoints and log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COMPILING_STEPS = 5
 class Stage:
     """One training stage, which lasts as long as its time budget and may span several processes.
 
-    The learning rate depends on the spent fraction of the budget. `state` has the objects of a checkpoint; a stopped
+    The learning rate depends on the used fraction of the budget. `state` has the objects to checkpoint; a stopped
     stage resumes from its last checkpoint.
     """
 
@@ -43,7 +43,7 @@ class Stage:
     def steps(self, deadline: float | None = None) -> Iterator[float]:
         """Yield the spent fraction of the budget for every step, until it is 1 or `time.monotonic` reaches `deadline`.
 
-        On a GPU the first steps of a process compile, and do not count against the budget.
+        On a GPU, the first steps of a process include compilation and do not count against the budget.
         """
         saved = started = time.monotonic()
         before, free = self.spent_s, _COMPILING_STEPS if torch.accelerator.is_available() else 0

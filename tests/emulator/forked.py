@@ -1,4 +1,4 @@
-"""Tests that run on every virtual device, with one process per device for all tests of a file."""
+"""Decorator for tests that run on every virtual device; all tests of a file share one process per device."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Check = Callable[[VirtualAccelerator], None]
 
 
 class OnEveryDevice:
-    """A decorator: `@on_every_device()` turns `check(accelerator)` into one test per device.
+    """Decorator: `@on_every_device()` turns `check(accelerator)` into one test per device.
 
-    All checks of an instance share one process per device, because a process costs half a second. `broken=` describes a
-    known bug; `on=` lists the devices that have it.
+    All checks of an instance share one process per device, because starting one takes half a second. `broken=`
+    describes a known bug; `on=` lists the devices that have it.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ def _make_parameters(broken: str, on: tuple[str, ...]) -> list[object]:
 
 
 def _run_check(check: Check, accelerator: VirtualAccelerator) -> str:
-    """Return the traceback of a failure, or an empty string; restore global state for the next check."""
+    """Run a check and restore global state; return the traceback of a failure, or an empty string."""
     try:
         check(accelerator)
         return ""

@@ -1,4 +1,4 @@
-"""Programs of tensor operations as data, and an interpreter that runs them on the CPU or a device."""
+"""Tensor programs as data, and an interpreter that runs them on the CPU or a device."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Bound = Callable[["list[torch.Tensor]", Integers], Any]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.bool)
 POOL_SIZE = 8
 MAX_ELEMENTS = 2000
-"""Largest number of elements of a result that joins the pool."""
+"""Results with more elements are not added to the pool."""
 
 _OPERATIONS: dict[str, Bound] = {}
 
 
 def _reads(**operations: Operation) -> None:
-    """Register operations `f(x, a, b)` of a tensor and two integers; the result joins the pool."""
+    """Register operations `f(x, a, b)` of a tensor and two integers; the result is added to the pool."""
     for name, operation in operations.items():
         _OPERATIONS[name] = _bind(operation, tensors=1)
 
@@ -50,7 +50,7 @@ def _writes_two(**operations: Operation) -> None:
 
 
 def _bind(operation: Operation, tensors: int, in_place: bool = False) -> Bound:
-    """Return the operation on a pool; its first integers select tensors."""
+    """Return a function that runs the operation on tensors of a pool; the first integers select the tensors."""
 
     def run(pool: list[torch.Tensor], numbers: Integers) -> Any:
         selected = [pool[number % len(pool)] for number in numbers[:tensors]]
@@ -230,12 +230,12 @@ def _make_pool(device: torch.device) -> list[torch.Tensor]:
 
 
 def run_program(program: list[Instruction], device: torch.device) -> tuple[list[torch.Tensor], list[bool]]:
-    """Return the final pool, and for each instruction whether torch rejected it."""
+    """Run a program; return the final pool, and for each instruction whether torch rejected it."""
     pool, rejected = _make_pool(device), []
     for name, numbers in program:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # about writes to expanded tensors, once per process
+                warnings.simplefilter("ignore", UserWarning)  # torch warns about writes to expanded tensors
                 result = _OPERATIONS[name](pool, numbers)
             rejected.append(False)
         except (RuntimeError, IndexError, ZeroDivisionError, TypeError):

@@ -1,4 +1,4 @@
-"""Activation of a virtual accelerator: by the context manager, or by an environment variable for any program."""
+"""Activation of a virtual accelerator by the context manager or by an environment variable."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def run_program(code: str, **environment: str) -> "subprocess.CompletedProcess[s
 
 
 def fork_program(code: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """Run a program in a fork where torch is already imported; calls `autoload` as the import would."""
+    """Run a program in a fork where torch is already imported; call `autoload` as `import torch` would."""
 
     def work() -> None:
         autoload()
@@ -48,7 +48,7 @@ def fork_program(code: str, **environment: str) -> "subprocess.CompletedProcess[
     [(device, run_program if device == "mps" else fork_program) for device in DEVICES],
 )
 def test_environment_variable_gives_any_program_the_device(device: str, run: RunCli, tmp_path: Path) -> None:
-    """One device type that torch knows in a new interpreter, the others in a fork, which is faster."""
+    """MPS, a device type that torch knows, runs in a new interpreter; the others run in a fork, which is faster."""
     ledger = tmp_path / "ledger.json"
     code = f"""
         import torch
@@ -111,7 +111,7 @@ def test_plain_diffusers_runs_with_the_variable_and_writes_a_ledger(tmp_path: Pa
     ],
 )
 def test_malformed_variable_prints_one_line(value: str, message: str) -> None:
-    """One of them runs in a new interpreter, where an exception would make `import torch` print a long traceback."""
+    """One value is tested in a new interpreter, where an exception would make `import torch` print a long traceback."""
     run = run_program if value == "nueron" else fork_program
     done = run("import torch; print('not reached')", ANYACCEL_VIRTUAL=value)
     assert done.returncode == 2
@@ -156,7 +156,7 @@ def test_leaving_the_context_stops_enforcement_and_keeps_the_device() -> None:
         x = torch.ones(2, device="mps")
         x.double()
         inside = len(accelerator.ledger.rows("error"))
-        accelerator.enforcing = False  # as at the end of the context
+        accelerator.enforcing = False  # as the context manager does on exit
         x.double()
         return inside, len(accelerator.ledger.rows("error")), str(x.device)
 

@@ -1,4 +1,4 @@
-"""The stub of the vendors' compilers: graphs, recompilations, graph breaks, artifacts for later processes."""
+"""The stub for vendor compilers: graphs, recompilations, graph breaks, artifacts for later processes."""
 
 import json
 import shutil

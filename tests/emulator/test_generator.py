@@ -1,4 +1,4 @@
-"""Random numbers on a virtual device: generators, seeds, and an unchanged CPU generator."""
+"""Random numbers on a virtual device: generators and seeds; the CPU generator does not change."""
 
 from __future__ import annotations
 

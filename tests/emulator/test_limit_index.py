@@ -1,4 +1,4 @@
-"""Each kind of limit on the devices that have it and on those that do not, and the ledger."""
+"""Every kind of limit, on devices with and without it, and the ledger."""
 
 import re
 from collections.abc import Callable

@@ -18,11 +18,11 @@ from tests.emulator.forked import DEVICES, OnEveryDevice
 
 on_every_device = OnEveryDevice()
 FLOAT32_BYTES = 4
-"""Bytes of a float32."""
+"""Bytes per float32 element."""
 
 
 def measure(accelerator: VirtualAccelerator, run: Callable[[], torch.Tensor]) -> tuple[int, int]:
-    """Return the bytes of the result and the peak of the run, above the use before."""
+    """Return the bytes of the result and the peak of the run, relative to the memory used before it."""
     memory = accelerator.memory
     before = memory.used(0)
     memory.reset_peak(0)

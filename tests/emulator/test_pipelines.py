@@ -32,18 +32,18 @@ def test_pipelines_validated_on_neuron_have_no_errors(name: str) -> None:
 
 
 def embed_in_float64(device: torch.device) -> torch.Tensor:
-    """Rotary and timestep embeddings before diffusers checked the device's dtypes."""
+    """Compute an embedding in float64, as older diffusers did on every device."""
     exponents = torch.arange(0, 8, 2, dtype=torch.float64, device=device) / 8
     return (1.0 / 10000**exponents).float()
 
 
 def draw_on_device(device: torch.device) -> torch.Tensor:
-    """An earlier randn_tensor without a generator."""
+    """Draw noise on the device, as an older `randn_tensor` did without a generator."""
     return torch.randn((1, 4, 8, 8), device=device, dtype=torch.bfloat16)
 
 
 def look_up_timestep(device: torch.device) -> torch.Tensor:
-    """A scheduler with timesteps on the device and no begin index."""
+    """Run a scheduler step with timesteps on the device and no begin index."""
     make: Any = EulerDiscreteScheduler
     scheduler = make()
     scheduler.set_timesteps(2, device=device)

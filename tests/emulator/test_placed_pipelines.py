@@ -1,4 +1,4 @@
-"""Devices of tensors: mixed devices, default devices, the current device, invalid device indices."""
+"""Device selection for tensors: mixed devices, default devices, the current device, invalid device indices."""
 
 from __future__ import annotations
 

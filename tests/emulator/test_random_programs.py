@@ -42,12 +42,12 @@ def _compare(program: list[Instruction], device: torch.device) -> None:
 
 
 def _note_program(program: list[Instruction]) -> None:
-    """Add the program to the error's notes: Schemathesis disables Hypothesis's own report."""
+    """Add the program to the error as a note, because Schemathesis disables Hypothesis's own report."""
     note(f"program={program}")
 
 
 def _search(accelerator: VirtualAccelerator) -> int:
-    """Run many programs; the error of a failure has the shortest failing program as a note."""
+    """Run many programs; an error contains the shortest failing program as a note."""
     tried = 0
 
     @settings(

@@ -1,4 +1,4 @@
-"""Tensors and modules of a virtual device in state dicts, copies, pickles and files."""
+"""State dicts, copies, pickles and saved files of tensors and modules on a virtual device."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_copies_and_pickles_preserve_everything(accelerator: VirtualAccelerator)
     assert torch.equal(pickle.loads(pickle.dumps(module)).weight, module.weight)
 
 
-@on_every_device(broken="tensors are copied individually, not by storage")
+@on_every_device(broken="tensors are copied one by one, so views do not share storage")
 def test_copies_preserve_aliasing(accelerator: VirtualAccelerator) -> None:
     base = torch.zeros(4, device=accelerator.device())
     copied, part = copy.deepcopy((base, base[1:]))

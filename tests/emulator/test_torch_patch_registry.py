@@ -101,7 +101,7 @@ def test_two_users_share_one_replacement() -> None:
         apply_patch("torch.randn", add("again"), "outer")
         assert torch.randn(1) == "again(drawn)"
     try:
-        assert torch.randn is not before, "removing the inner layer must keep the outer one"
+        assert torch.randn is not before, "removing the inner patch must keep the outer one"
     finally:
         remove_patches("outer")
     assert torch.randn is before
@@ -120,7 +120,7 @@ def test_replaced_class_equals_the_original() -> None:
         assert torch.device == original
         assert hash(torch.device) == hash(original)
         saved = pickle.dumps(original("cpu"))
-    assert pickle.loads(saved) == original("cpu"), "a pickle from under the patch must load without it"
+    assert pickle.loads(saved) == original("cpu"), "a pickle written while the class is patched must load afterwards"
 
 
 ROUND_TRIP = """

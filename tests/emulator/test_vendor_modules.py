@@ -55,7 +55,7 @@ def first(output: Any) -> torch.Tensor:
 
 
 def compare(modules: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]], device: torch.device) -> None:
-    torch.manual_seed(0)  # or the weights would depend on earlier tests
+    torch.manual_seed(0)  # otherwise the weights would depend on earlier tests
     for name, (make, shape) in modules.items():
         module, inputs = make().eval(), torch.randn(shape)
         with torch.no_grad():

@@ -108,7 +108,7 @@ def test_larger_batches_and_dtypes_need_more_memory() -> None:
 
 @pytest.mark.long
 def test_attention_slicing_follows_from_the_score_limit() -> None:
-    """Above 512 by 512 pixels, attention scores exceed the limit of MPS, as the diffusers MPS guide says."""
+    """Above 512 by 512 pixels, attention scores exceed the MPS limit, as the diffusers MPS guide says."""
     small, large = (anyaccel.explain(SD, "mps:16GiB", height=side, width=side) for side in (512, 768))
     assert small.forecast is not None
     assert large.forecast is not None

@@ -233,7 +233,7 @@ def test_unsuitable_pipelines_are_rejected(tmp_path: Path, recipe: str, call: di
 
 
 def test_pipeline_without_a_module_is_accepted() -> None:
-    """Such as a class created by `exec` without a `__name__`."""
+    """For example, a class created by `exec` without a `__name__`."""
     names: dict[str, Any] = {"__name__": None}
     exec("class Pipeline:\n    def __call__(self, prompt, width=64): ...", names)
     pipe = names["Pipeline"]()
@@ -256,7 +256,7 @@ def test_embedded_model_has_its_own_call_defaults() -> None:
 
 
 class RecordingListener(ProgressListener):
-    """Records progress events; optionally interrupts the work at a step."""
+    """Records progress events; raises KeyboardInterrupt at step `end_at`."""
 
     def __init__(self, end_at: int | None = None) -> None:
         self.steps: list[tuple[int, int | None]] = []
@@ -282,7 +282,7 @@ def test_listener_receives_every_component_and_step(model: str, result: Result, 
     assert listener.steps[0][0] == 0
     assert listener.steps[-1][0] == listener.steps[-1][1]
     assert generated.image.tobytes() == result[0].tobytes()
-    assert capsys.readouterr() == ("", ""), "the libraries show no bars of their own"
+    assert capsys.readouterr() == ("", ""), "diffusers and transformers must not print progress bars"
 
 
 def test_image_after_an_interrupted_one_is_correct(model: str, result: Result) -> None:
@@ -350,7 +350,7 @@ def test_invalid_destination_is_rejected(tmp_path: Path, name: str, message: str
         read_destination(f"{tmp_path}/{name}", images=1, sheet=False, force=True)
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that not even root can write to")
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, a folder that even root cannot write to")
 def test_read_only_folder_is_detected_by_writing() -> None:
     with pytest.raises(UsageError, match="the folder /proc is not writable"):
         read_destination("/proc/image.png", images=1, sheet=False, force=False)
@@ -381,7 +381,7 @@ def test_concurrent_writers_never_overwrite_each_other(tmp_path: Path) -> None:
 
 def test_file_is_not_overwritten_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(source: object, target: object) -> None:
-        raise PermissionError(1, "Operation not permitted")  # as on FAT
+        raise PermissionError(1, "Operation not permitted")  # FAT file systems have no hard links
 
     monkeypatch.setattr(os, "link", fail)
     write_output_file(tmp_path / "a.png", b"first")
@@ -392,7 +392,7 @@ def test_file_is_not_overwritten_without_hard_links(tmp_path: Path, monkeypatch:
 
 
 def test_full_disk_leaves_no_file(tmp_path: Path) -> None:
-    """A file size limit fails in the middle of writing, like a full disk."""
+    """A file size limit makes a write fail halfway, like a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, hard))

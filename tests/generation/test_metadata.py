@@ -1,4 +1,4 @@
-"""Generation metadata: written and read back in every file format, old formats, and damaged files."""
+"""Generation metadata: round trips in every file format, old versions, and damaged files."""
 
 import io
 import json
@@ -283,7 +283,7 @@ def test_digest_depends_only_on_the_model_files(folder: Path, tmp_path: Path) ->
     (folder / "unet" / ".lock").write_bytes(b"")
     assert digest_folder(folder) == before
     assert digest_folder(Path(shutil.copytree(folder, tmp_path / "copy"))) == before
-    assert digest_folder(folder, whole=True) != before  # a digest of more data
+    assert digest_folder(folder, whole=True) != before  # reads large files completely
 
     weights = bytearray(3 * 2**20)
     weights[-1] = 1

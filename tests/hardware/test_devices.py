@@ -64,7 +64,7 @@ def test_a_seed_determines_noise_on_the_device(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "int64", "float32", "float16", "bfloat16", "complex64", "complex128"])
 def test_the_dtypes_on_the_sheet_are_right(device: str, dtype: str) -> None:
-    """Compare the written sheet, without probe results. Conditional and contradicted claims may go either way."""
+    """Compare the sheet as written, without probe results. Conditional and contradicted claims may hold or not."""
     opened = anyaccel.open_device(device)
     claim, effect = anyaccel.sheet(device).dtype(dtype), probe_dtype(dtype, opened.torch_device)
     if isinstance(claim, Yes):

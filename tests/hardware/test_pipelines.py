@@ -1,4 +1,4 @@
-"""Placed pipelines on real accelerators: the image of the CPU, seeds, and each mechanism once."""
+"""Placed pipelines on real accelerators: images match the CPU, seeds, and one test per mechanism."""
 
 import os
 from typing import Any
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.hardware, NEEDS_RECIPES]
 
 PRESENT = [device.name for device in anyaccel.devices() if device.available and device.name != "cpu"]
 TOLERANCES = {"float32": 5e-3, "bfloat16": 1e-1, "float16": 5e-2}
-"""By dtype, for images from 0 to 1. Matrix units round float32 too, and random weights amplify the error."""
+"""Tolerance by dtype, for pixel values from 0 to 1. Matrix units also round float32; random weights amplify errors."""
 NAMES = ["stable-diffusion", "stable-diffusion-xl", "flux", "pixart-alpha", "flux-2-klein", "stable-diffusion-3"]
 CALL: dict[str, Any] = {"num_inference_steps": 3, "height": 16, "width": 16, "output_type": "np"}
 

@@ -1,4 +1,4 @@
-"""Text of decisions."""
+"""Printed form of decisions."""
 
 from __future__ import annotations
 

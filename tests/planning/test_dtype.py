@@ -39,7 +39,7 @@ def test_loaded_half_precision_is_kept() -> None:
     assert choose_dtype(without_limits(), facts("float16", encoder="float32"), PlacementOptions()).value == "float16"
     assert choose_dtype(without_limits(), facts("float32", encoder="float16"), PlacementOptions()).value == "bfloat16"
     mixed = choose_dtype(without_limits(), facts("float16", "bfloat16"), PlacementOptions())
-    assert mixed.value == "bfloat16", "two half precisions are ambiguous: the order of the device decides"
+    assert mixed.value == "bfloat16", "two half-precision dtypes are ambiguous, so the device's preference decides"
 
 
 def test_loaded_float32_becomes_the_best_dtype_of_the_device() -> None:

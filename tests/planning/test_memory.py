@@ -134,7 +134,7 @@ def test_largest_batch(capacity: int, most: int) -> None:
 def test_reordered_convolution_copies_input_and_output() -> None:
     reordering = Workspace(reordered_convolutions=True)
     shapes = (1, 256, 1024, 1024), (128, 256, 3, 3), (1, 128, 1024, 1024)
-    # As measured on one H200: 512 + 256 MiB, and the weight.
+    # Measured on an H200: 512 + 256 MiB, plus the weight.
     assert reordering.convolution_bytes(*shapes, 2, False) == (512 + 256) * 2**20 + 128 * 256 * 9 * 2
     assert reordering.convolution_bytes(*shapes, 2, True) == 128 * 256 * 9 * 2
     assert Workspace().convolution_bytes(*shapes, 2, False) == 0
@@ -149,7 +149,7 @@ def test_unfused_attention_holds_all_scores() -> None:
 def test_large_tensors_use_whole_segments() -> None:
     segments = Workspace(segment_bytes=2**21)
     assert segments.round_up_bytes(25 * 2**20) == 26 * 2**20
-    assert segments.round_up_bytes(25 * 2**20 - 2**19) == 25 * 2**20 - 2**19, "a remainder above 1 MiB is reused"
+    assert segments.round_up_bytes(25 * 2**20 - 2**19) == 25 * 2**20 - 2**19, "remainders above 1 MiB are reused"
     assert segments.round_up_bytes(1000) == 1024
 
 

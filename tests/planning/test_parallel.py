@@ -1,4 +1,4 @@
-"""Choice of the split over several devices, by model, device and number of processes."""
+"""Choice of the split across devices, by model, device and number of processes."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Speedups: chosen by the sheet, turned off by an option; compilation once it pays off."""
+"""Speedups: enabled by the sheet, disabled by an option; compilation when it pays off."""
 
 from typing import Any
 
@@ -89,7 +89,7 @@ def test_expected_images_count_from_the_second_image_on() -> None:
     assert is_worth_compiling(policy, seconds_per_image=1.0, done=1, expected=1000)
     assert not is_worth_compiling(policy, seconds_per_image=1.0, done=1, expected=10)
     assert not is_worth_compiling(policy, seconds_per_image=0.0, done=0, expected=1000), (
-        "the first image is timed first"
+        "the first image must be timed before compiling"
     )
 
 

@@ -1,4 +1,4 @@
-"""The child process of `test_json_line_worker`; each request names an action."""
+"""Child process of `test_json_line_worker`; each request names an action."""
 
 import os
 import signal

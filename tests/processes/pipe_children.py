@@ -1,4 +1,4 @@
-"""The target functions of the children in `test_pipe_worker`."""
+"""Functions that the child processes of `test_pipe_worker` run."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A function call in a fork: its result, its errors, and the death of its process."""
+"""Function calls in a fork: results, errors, and processes that die."""
 
 import os
 import signal
@@ -60,7 +60,7 @@ def test_killed_or_exited_child_is_reported_with_its_status() -> None:
         call_in_fork(lambda: os.kill(os.getpid(), signal.SIGKILL), name="a probe")
     with pytest.raises(ProcessDiedError, match="died with status 7"):
         call_in_fork(lambda: os._exit(7))
-    assert psutil.Process().children() == before, "no child or zombie is left"
+    assert psutil.Process().children() == before, "a child or zombie is left"
 
 
 def test_hanging_child_is_killed() -> None:
@@ -75,7 +75,7 @@ def test_ctrl_c_in_the_parent_kills_the_child() -> None:
 
     def hang() -> None:
         os.write(writer, str(os.getpid()).encode())
-        time.sleep(1)  # until the parent waits for the result
+        time.sleep(1)  # the parent waits for the result by then
         os.kill(os.getppid(), signal.SIGINT)
         time.sleep(60)
 
@@ -166,7 +166,7 @@ def test_death_is_noticed_while_children_of_other_threads_run(monkeypatch: pytes
     for thread in threads:
         thread.join()
     assert forks == [2]
-    assert seconds[0] < 12, "noticed before the other child exits"
+    assert seconds[0] < 12, "the death was noticed only when the other child exited"
 
 
 def test_process_forked_during_another_fork_can_call() -> None:
@@ -200,7 +200,7 @@ def test_error_kills_the_children_of_a_pool_and_starts_no_more() -> None:
         raise KeyboardInterrupt
     assert time.monotonic() - started < 30
     os.close(writer)
-    assert os.read(reader, 100) == b"", "no third child was started"
+    assert os.read(reader, 100) == b"", "a third child was started"
     os.close(reader)
     for call in calls:
         with pytest.raises(CancelledError):

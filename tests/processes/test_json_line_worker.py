@@ -1,4 +1,4 @@
-"""A child interpreter that answers JSON: its output, its exit, and errors in the parent."""
+"""Worker process with JSON lines: output, exit, and errors in the parent."""
 
 import os
 import signal
@@ -58,7 +58,7 @@ def test_killed_child() -> None:
         worker.send("die")
         with pytest.raises(EOFError):
             worker.receive()
-        worker.send("x" * 200_000)  # more than a pipe holds
+        worker.send("x" * 200_000)  # more than the pipe buffer
         with pytest.raises(EOFError):
             worker.receive()
         assert worker.close() == -signal.SIGKILL

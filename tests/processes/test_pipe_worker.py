@@ -1,4 +1,4 @@
-"""A spawned worker with a pipe: messages, death, and no orphan processes."""
+"""Spawned worker with a pipe: messages, unexpected exits, and no orphan processes."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""Every recipe makes a real pipeline that runs here, and gives the same picture twice."""
+"""Every recipe creates a real pipeline that runs on the CPU and generates the same image twice."""
 
 import subprocess
 import sys
@@ -15,24 +15,24 @@ RECIPES = recipes()
 
 pytestmark = [
     NEEDS_RECIPES,
-    # torch's Tensor.__array__ takes no `copy`, and diffusers' schedulers call numpy.array(tensor).
+    # torch's Tensor.__array__ does not accept `copy`, and diffusers' schedulers call numpy.array(tensor).
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
-    # Chroma's own transformer uses the deprecated name of a class of FLUX.
+    # Chroma's transformer uses a deprecated alias of a FLUX class.
     pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning"),
-    # The autoencoder of Stable Audio and the vocoders are built with the older of torch's two weight norms.
+    # The Stable Audio autoencoder and the vocoders use torch's deprecated weight norm.
     pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning"),
-    # Mochi asks for autocast to float32, which torch has not on a CPU and then leaves out.
+    # Mochi requests autocast to float32, which torch does not support on the CPU and disables.
     pytest.mark.filterwarnings("ignore:In CPU autocast, but the target dtype is not supported:UserWarning"),
-    # Importing AudioLDM 2 imports VITS, which transformers compiles as it is imported.
+    # AudioLDM 2 imports VITS from transformers, which calls torch.jit.script at import time.
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-    # Text2Video-Zero calls two functions of torch in their older way.
+    # Text2Video-Zero calls two torch functions without arguments that torch now expects.
     pytest.mark.filterwarnings("ignore:torch.meshgrid:UserWarning"),
     pytest.mark.filterwarnings("ignore:Default grid_sample and affine_grid behavior has changed:UserWarning"),
-    # RePaint calls its own deprecated function.
+    # RePaint calls its own deprecated method.
     pytest.mark.filterwarnings("ignore:The preprocess method is deprecated:FutureWarning"),
-    # PRX inherits from the deprecated name of a class.
+    # PRX inherits from a deprecated alias of a class.
     pytest.mark.filterwarnings("ignore:`LoraLoaderMixin` is deprecated:FutureWarning"),
-    # The pipeline of T2I-Adapter calls its own deprecated method.
+    # The T2I-Adapter pipeline calls its own deprecated method.
     pytest.mark.filterwarnings("ignore:The decode_latents method is deprecated:FutureWarning"),
 ]
 
@@ -49,7 +49,7 @@ def test_a_recipe_makes_a_pipeline_that_gives_the_same_twice(recipe: Recipe, kep
     assert first.dtype == numpy.float32
     assert numpy.isfinite(first).all()
     assert first.std() > 1e-3
-    again = kept.find(f"picture-{recipe.name}")  # of another pipeline in another process, which the chart made
+    again = kept.find(f"picture-{recipe.name}")  # from another process, cached by the chart tests
     if again is None:
         again = generate_image(recipe, recipe.make())
         kept.keep(f"picture-{recipe.name}", again)
@@ -57,24 +57,27 @@ def test_a_recipe_makes_a_pipeline_that_gives_the_same_twice(recipe: Recipe, kep
 
 
 def generate_image(recipe: Recipe, pipe: Any) -> Any:
-    """What the pipeline makes, which takes none of torch's own draws; gradients are for another process."""
+    """Return the output of a pipeline and check that the global random state does not change.
+
+    Attend-and-Excite computes gradients, so it runs in a fork.
+    """
     import torch
 
     def make() -> Any:
         before = torch.get_rng_state()
-        made = run(recipe, pipe)
+        output = run(recipe, pipe)
         assert torch.equal(before, torch.get_rng_state())
-        return made
+        return output
 
     return call_in_fork(make) if recipe.name == "attend-and-excite" else make()
 
 
 def check_pipeline(pipe: Any, recipe: Recipe) -> None:
-    """It is of the class that the recipe names, float32, and for inference."""
+    """Check that the pipeline has the recipe's class, float32 weights, and modules in eval mode."""
     import torch
 
     assert type(pipe).__name__ == recipe.pipeline
-    modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+    modules = [component for component in pipe.components.values() if isinstance(component, torch.nn.Module)]
     assert modules
     for module in modules:
         assert not any(child.training for child in module.modules())

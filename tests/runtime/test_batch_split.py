@@ -1,4 +1,4 @@
-"""Split batches: one image per call on some devices, in order, with one progress bar and one result."""
+"""Split batches: on some devices each image is its own call; order, progress bar and result are those of one call."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_a_split_batch_equals_the_batch_of_the_cpu() -> None:
 
     for label, (difference, rows, images, bad) in run_forked("mps", use, strict=True).items():
         assert difference < 1e-4, label
-        assert set(rows) == {2}, f"{label}: one image with guidance"
+        assert set(rows) == {2}, f"{label}: each call must have one image with guidance"
         assert len(rows) >= images, label
         assert bad == [], label
 
@@ -309,9 +309,9 @@ def test_a_split_batch_has_one_progress_bar() -> None:
     for text, total in ((batch, 12), (single, 4)):
         counts = [(int(done), int(whole)) for done, whole in re.findall(r"(\d+)/(\d+) \[", text)]
         assert {whole for _, whole in counts} == {total}
-        assert [done for done, _ in counts] == sorted(done for done, _ in counts), "it never restarts"
+        assert [done for done, _ in counts] == sorted(done for done, _ in counts), "the progress bar restarted"
         assert counts[-1] == (total, total)
-        assert text.count("\n") == 1, "only one bar is closed"
+        assert text.count("\n") == 1, "there must be one progress bar"
 
 
 @NEEDS_RECIPES

@@ -1,4 +1,4 @@
-"""The replacements for diffusers' pipeline classes return pipelines of the diffusers class."""
+"""anyaccel's replacements for diffusers' pipeline classes return pipelines of the diffusers class."""
 
 import copy
 import inspect

@@ -127,9 +127,9 @@ MOVES = ('pipeline.to("hpu")', 'pipe = pipe.to("mps")', '.to("mps")', "pipe = pi
 """The lines of the documents that move a pipeline to the device."""
 
 ONE_LEVEL = 1 / 255
-"""One of 256 levels: in float32 two images differ only by rounding."""
+"""One of 256 gray levels: two images in float32 differ only by rounding."""
 HALF_PRECISION = 5e-2
-"""The tolerance of the pull request for images in bfloat16."""
+"""The tolerance that the pull request uses for bfloat16 images."""
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def save_flux(folder: Path) -> None:
-    """Save Flux with one narrow head: it has 512 text tokens, and CPUs without bfloat16 are slow."""
+    """Save Flux with one narrow head, because 512 text tokens are slow on CPUs without bfloat16."""
     shape = transformer_shape(num_attention_heads=1, attention_head_dim=8, axes_dims_rope=(2, 2, 4))
     pipe: Any = recipes()["flux"].make()
     pipe.transformer = library.FluxTransformer2DModel(**shape | {"guidance_embeds": False})
@@ -177,7 +177,7 @@ def save_turbo(folder: Path) -> None:
 
 
 def shrink(unet: Any) -> Any:
-    """Return a UNet of the same kind with one block, one attention layer and no middle block."""
+    """Return a UNet with the same config except for one block, one attention layer and no mid block."""
     smaller = {
         "down_block_types": ("CrossAttnDownBlock2D",),
         "up_block_types": ("UpBlock2D",),
@@ -204,7 +204,7 @@ MODELS: dict[str, Callable[[Path], None]] = {
 
 
 def adapt(block: str, models: dict[str, str], *more: tuple[str, str]) -> str:
-    """Return a block with the import and the models replaced, and further replacements."""
+    """Replace the import, the models and `more` in a block."""
     for before, after in [("from diffusers import", "from anyaccel import"), *models.items(), *more]:
         block = block.replace(before, after)
     return block
@@ -225,7 +225,7 @@ def execute(block: str, folder: Path) -> Block:
     """Run a block in a folder with a fixed random state; return its variables."""
     before = os.getcwd()
     os.chdir(folder)
-    # The block passes no size, and the default of FluxPipeline would be 1024 by 1024; the class sets it, not the model.
+    # The block passes no size, and FluxPipeline's default is 1024 by 1024, set by the class and not by the model.
     flux = library.FluxPipeline
     flux.default_sample_size = property(lambda pipe: 8, lambda pipe, size: None)
     names: Block = {}
@@ -274,7 +274,7 @@ def test_the_code_of_a_document_runs(
     device, block = BLOCKS[name]
     image, planned_device, planned_dtype = run_block(adapt(block, models), device, tmp_path)
     assert (planned_device, planned_dtype) == (f"{device}:0", dtype)
-    assert image.std() > 0.02, "the image has a single color, such as black"
+    assert image.std() > 0.02, "the image is a single color, for example black"
     assert abs(image - expected[name]).mean() < HALF_PRECISION
     assert (tmp_path / "output.png").exists() == (name == "neuron")
 
@@ -367,7 +367,7 @@ def test_neuron_warmup_compiles_a_size_once_and_a_second_process_reuses_it(
 
 
 def test_a_timestep_is_converted_to_a_supported_dtype() -> None:
-    """For tensors and Python numbers, as the review of the pull request requests."""
+    """For tensors and Python numbers, as requested in the review of the pull request."""
     timesteps = [5, 5.0, torch.tensor(5), torch.tensor([5]), torch.tensor(5.0, dtype=torch.float64)]
 
     def use(accelerator: VirtualAccelerator) -> list[tuple[str, str, float]]:
@@ -409,5 +409,5 @@ def test_on_mps_prompts_run_one_by_one_and_slicing_gives_the_same_images() -> No
     plain: Any = recipes()["stable-diffusion"].make()
     expected = plain(prompts, generator=torch.Generator().manual_seed(7), **call).images
     sizes, batches = run_forked("mps", use, strict=True)
-    assert set(sizes) == {2}, "one image, with both halves of guidance"
+    assert set(sizes) == {2}, "each call must have one image with guidance"
     assert max(abs(images - expected).max() for images in batches) < 1e-4

@@ -74,5 +74,5 @@ def test_every_test_reference_is_parsed() -> None:
 
 
 def test_agents_page_names_adjust_dtype() -> None:
-    """The review of the pull request requests it twice."""
+    """The review of the pull request asks for it twice."""
     assert "`anyaccel.adjust_dtype(dtype, device)`" in (ROOT / "AGENTS.md").read_text()

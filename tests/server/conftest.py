@@ -1,4 +1,4 @@
-"""A shared service for the tests that only send requests to it."""
+"""Fixtures: a service shared by all tests that only send requests."""
 
 from collections.abc import Iterator
 from pathlib import Path

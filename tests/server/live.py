@@ -56,7 +56,7 @@ class Live:
         """Return OpenAI's client without retries; it is closed when the service ends."""
         key = key or self.key or "none"
         client = openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=180, **options)
-        self.clients.append(client)  # else its garbage collection may warn about an open socket
+        self.clients.append(client)  # if it were garbage-collected while open, Python could warn about an open socket
         return client
 
     def http(self, key: str | None = None) -> httpx.Client:

@@ -1,4 +1,4 @@
-"""Memory stays flat under two minutes of mixed load; `benchmarks/serve_load.py` runs an hour."""
+"""Memory stays flat under two minutes of mixed load; `benchmarks/serve_load.py` runs for an hour."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from benchmarks.serve_load import FLAT, measure
 
 SECONDS = 120
 NOISE_MIB = 8
-"""Allowed growth: five percent of a small process is less than the growth of threads and caches in two minutes."""
+"""Allowed growth. Five percent would be too strict: threads and caches of a small process grow by more."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Life cycle of a service: workers that die or hang, graceful shutdown and crashes."""
+"""Lifecycle of a service: workers that die or hang, graceful shutdown and crashes."""
 
 import os
 import signal
@@ -77,7 +77,7 @@ def test_kill_at_random_times_loses_no_job(tmp_path: Path) -> None:
 
 
 class HangsAtFirstStart:
-    """A transport that sends no message at its first start and is ready at its second."""
+    """A transport that sends nothing after its first start and is ready after its second."""
 
     self_healing = False
 

@@ -104,7 +104,7 @@ def test_interrupt_while_flushing_or_renaming(tmp_path: Path, monkeypatch: pytes
 
 def test_interrupt_without_hard_links_leaves_no_empty_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def reject(*_: object) -> None:
-        raise PermissionError(1, "Operation not permitted")  # as on FAT
+        raise PermissionError(1, "Operation not permitted")  # FAT file systems have no hard links
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

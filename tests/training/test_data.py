@@ -1,4 +1,4 @@
-"""Tests for the training data: names, captions and scenes."""
+"""Training data: names, captions and scenes."""
 
 import random
 from collections import Counter

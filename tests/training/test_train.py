@@ -1,4 +1,4 @@
-"""Tests for training: stop, resume, and save a pipeline."""
+"""Training: stop, resume, and save a pipeline."""
 
 import json
 from collections.abc import Iterator
@@ -95,7 +95,8 @@ def restored_precision() -> Iterator[None]:
 def test_the_command_trains_stops_and_resumes(tmp_path: Path) -> None:
     """Run a few steps with batches of two images.
 
-    In a child process: torch counts devices at the first gradient, and tests fork virtual devices from this process.
+    Runs in a child process: torch counts devices when it first computes a gradient, and other tests fork virtual
+    devices from this process.
     """
     data, out = tmp_path / "data", tmp_path / "out"
     data.mkdir()

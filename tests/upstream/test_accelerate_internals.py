@@ -1,4 +1,4 @@
-"""Every entry of accelerate_internals.py against the installed accelerate."""
+"""Checks every entry of accelerate_internals.py against the installed accelerate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every entry of diffusers_internals.py against the installed diffusers. A failure names the entry to update."""
+"""Checks every entry of diffusers_internals.py against the installed diffusers. A failure names the entry to update."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_pipelines_use_execution_device() -> None:
 class SkippingModel(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(()))  # gives the model itself a group
+        self.scale = torch.nn.Parameter(torch.ones(()))  # gives the model its own group
         self.run, self.skipped = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Every entry of torch_compile_internals.py against the installed torch. A failure names the entry to update."""
+"""Checks every entry of torch_compile_internals.py against the installed torch. A failure names the entry to update."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_load_dynamo_is_still_needed() -> None:
     from torch._dynamo.polyfills import tensor
 
     internals.load_dynamo()
-    assert "torch.Tensor.__new__" in inspect.getsource(tensor), "load_dynamo may not be needed anymore"
+    assert "torch.Tensor.__new__" in inspect.getsource(tensor), "load_dynamo may no longer be needed"
 
 
 def test_is_compiler_error() -> None:

@@ -1,4 +1,4 @@
-"""Every entry of torch_internals.py against the installed torch. A failure names the entry to update."""
+"""Checks every entry of torch_internals.py against the installed torch. A failure names the entry to update."""
 
 from __future__ import annotations
 

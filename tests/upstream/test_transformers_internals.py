@@ -1,4 +1,4 @@
-"""Every entry of transformers_internals.py against the installed transformers."""
+"""Checks every entry of transformers_internals.py against the installed transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_capture_mark_is_set_on_models_with_hooks() -> None:
     model(torch.zeros(1, 4, dtype=torch.long), output_hidden_states=True)
     marked = [module for module in model.modules() if OUTPUT_HOOKS_ATTRIBUTE in vars(module)]
     assert marked, (
-        "transformers marks hooks in another attribute: copies of tracing/meta_clone.py would not register theirs"
+        "transformers uses another attribute to mark hooks: clones of tracing/meta_clone.py would not register hooks"
     )
 
 

@@ -1,4 +1,4 @@
-"""Verification of sheets: virtual devices, which match their sheets, and the CPU with wrong sheets."""
+"""Verification of sheets, on virtual devices that match their sheets and on the CPU with wrong sheets."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def test_a_virtual_device_does_what_its_sheet_says(device: str, limits: dict[str
     assert {finding.verdict for finding in verification.findings} == {"agrees", "not tried"}
     agreed = {finding.claim: finding.seen for finding in verification.findings if finding.verdict == "agrees"}
     assert limits.items() <= agreed.items()
-    assert all(finding.detail for finding in verification.findings if finding.verdict == "not tried"), "with the reason"
+    assert all(finding.detail for finding in verification.findings if finding.verdict == "not tried"), "no reason given"
     assert [finding.right for finding in verification.pipelines] == [True]
 
 
@@ -94,7 +94,7 @@ def test_an_operation_without_enough_memory_is_not_tried(monkeypatch: pytest.Mon
 def test_every_claim_about_behavior_has_a_probe() -> None:
     names = {name.split(".")[0] for name, _ in anyaccel.sheet("mps").claims()}
     left_out = names - {name.split(".")[0] for name in find_claims(anyaccel.sheet("mps"))}
-    about_memory = {"fused_attention", "memory", "quantized_weights"}  # python -m benchmarks.memory measures those
+    about_memory = {"fused_attention", "memory", "quantized_weights"}  # measured by benchmarks.memory
     assert left_out == {"default_dtypes", "distributed", "requirements", "variables"} | about_memory
 
 
@@ -119,6 +119,6 @@ def test_invalid_arguments_of_verify_raise(device: str, options: dict[str, objec
 @NEEDS_RECIPES
 @pytest.mark.parametrize(("recipe", "least", "most"), [("stable-diffusion", 1e-7, 1e-4), ("kandinsky-2-1", 1e-3, 1.0)])
 def test_sensitivity_to_rounding_is_measured(recipe: str, least: float, most: float) -> None:
-    """A quantizing decoder jumps between codes; another one hardly changes, so its tolerance stays small."""
+    """Vector-quantizing decoders are sensitive to rounding; others barely change, so their tolerance is small."""
     chosen = recipes()[recipe]
     assert least < measure_sensitivity(chosen, run(chosen, chosen.make())) < most

@@ -1,4 +1,4 @@
-"""A pipeline stays usable after a placement, a retry or a call that is rejected, fails or is interrupted."""
+"""A pipeline stays usable after a rejected, failed or interrupted placement, retry or call."""
 
 import threading
 import warnings
@@ -97,7 +97,7 @@ def test_a_model_that_was_moved_to_float32_is_placed_again() -> None:
         assert pipe.vae.dtype is torch.float32
         for arguments in (("hpu",), (torch.bfloat16,)):
             pipe.to(*arguments)
-            run(RECIPE, pipe)  # once failed: float32 inputs for weights in half precision
+            run(RECIPE, pipe)  # regression: float32 inputs with half-precision weights
 
     on_virtual_hpu(use)
 
@@ -170,14 +170,14 @@ def test_a_waiting_thread_uses_the_new_placement() -> None:
             waiting.set()
             try:
                 run(RECIPE, pipe)
-            except RuntimeError as error:  # tensors on two devices
+            except RuntimeError as error:  # raised if tensors are on two devices
                 errors.append(str(error))
 
         thread = threading.Thread(target=run_call)
         with placement.lock:
             thread.start()
             waiting.wait()
-            thread.join(0.2)  # enough for the thread to wait for the lock
+            thread.join(0.2)  # enough time for the thread to reach the lock
             pipe.to("cpu")
         thread.join()
         return errors

@@ -1,4 +1,4 @@
-"""On a CPU in float32 with default options, a placed pipeline returns the bits of stock diffusers."""
+"""On the CPU in float32 with default options, a placed pipeline is bitwise equal to stock diffusers."""
 
 from typing import Any
 

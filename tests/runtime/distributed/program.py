@@ -1,4 +1,4 @@
-"""The program of each rank: runs every case on one rank and then split over both.
+"""Program that each rank runs: every case on one rank, then split across both.
 
 `torchrun --nproc-per-node 2 program.py DEVICE FOLDER CASE…` writes `FOLDER/RANK.json` with a result per case.
 """
@@ -118,7 +118,7 @@ def placed_twice() -> dict[str, Any]:
 
 
 def still_fails(name: str, parallel: str = "context:2") -> dict[str, Any]:
-    """Check that a pipeline that plans reject because of diffusers still fails."""
+    """Check that a split that plans reject because of a diffusers bug still fails."""
     failures = dict(parallel_planning._KNOWN_FAILURES)
     parallel_planning._KNOWN_FAILURES.clear()
     try:

@@ -1,4 +1,4 @@
-"""Two ranks compute the image of one rank, on the CPU and on virtual devices."""
+"""Two ranks generate the same image as one rank, on the CPU and on virtual devices."""
 
 import json
 import os
@@ -62,10 +62,10 @@ def test_two_ranks_compute_the_image_of_one(device: str, tmp_path: Path) -> None
 
 
 def check_image(*ranks: dict[str, Any]) -> None:
-    """The ranks computed the image of a single rank."""
+    """Check that the ranks generated the same image as a single rank."""
     for rank in ranks:
         assert rank["difference"] <= CLOSE
-        assert rank["spread"] > 100 * CLOSE, "a uniform image proves nothing"
+        assert rank["spread"] > 100 * CLOSE, "the image is uniform, so the comparison is meaningless"
         assert rank["compile_policy"] == "never"
     assert ranks[0]["sum"] == pytest.approx(ranks[1]["sum"], abs=CLOSE)
 
@@ -101,7 +101,7 @@ def check_guidance(*ranks: dict[str, Any]) -> None:
     check_image(*ranks)
     for rank in ranks:
         assert rank["plan"] == "cfg:2"
-        assert rank["rows"] == [1, BATCH], "the whole batch runs once, for the comparison, and halves after it"
+        assert rank["rows"] == [1, BATCH], "the full batch runs only as the reference; each rank then runs half of it"
 
 
 def check_error(*texts: str) -> Any:
@@ -109,7 +109,7 @@ def check_error(*texts: str) -> Any:
         for rank in ranks:
             for text in texts:
                 assert text in f"{rank['message']} hint: {rank['hint']}"
-            assert not rank["moved"], "it is rejected before weights are moved"
+            assert not rank["moved"], "weights were moved before the split was rejected"
 
     return check
 

@@ -42,7 +42,7 @@ def silence_output() -> None:
 
 
 def measure_full(name: str, device: str) -> tuple[int, Any]:
-    """Return the peak memory of a pipeline with unlimited memory, and the image of the CPU."""
+    """Return the peak memory of a pipeline with unlimited memory, and the image generated on the CPU."""
 
     def use(accelerator: VirtualAccelerator) -> int:
         silence_output()
@@ -117,7 +117,7 @@ def failing_at(number: int, counter: list[int]) -> Iterator[None]:
 
 
 def inject(name: str, device: str, numbers: range, reference: Any) -> list[dict[str, Any]]:
-    """Run once per number with that allocation failing; return the outcomes and the memory that is not freed."""
+    """Run once per number with that allocation failing; return the outcomes and the memory that was not freed."""
 
     def use(accelerator: VirtualAccelerator) -> list[dict[str, Any]]:
         silence_output()
@@ -126,7 +126,7 @@ def inject(name: str, device: str, numbers: range, reference: Any) -> list[dict[
         for number in numbers:
             counter = [0]
             oom_history._OUTCOMES.clear()
-            os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(dir=folder)  # no outcomes of earlier runs
+            os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(dir=folder)  # do not reuse outcomes of earlier runs
             row: dict[str, Any] = {"pipeline": name, "device": device, "allocation": number}
             with failing_at(number, counter):
                 try:

@@ -93,7 +93,7 @@ def test_stop_streaming_restores_the_model(streams: bool) -> None:
         assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
 
         stop_streaming(model)
-        assert list_leftovers(model) == ["second.forward"], "only the method that was set before"
+        assert list_leftovers(model) == ["second.forward"], "only the user's own forward remains"
         assert vars(model.second)["forward"] is own
         assert {name: id(parameter) for name, parameter in model.named_parameters()} == ids
         assert model.second.weight is model.first.weight
@@ -187,11 +187,11 @@ def test_models_that_support_streaming() -> None:
     torch.nn.utils.weight_norm(model.first)
     assert not supports_streaming(model), "the weight is computed before the layer's forward"
     audio: Any = recipes()["stable-audio"].make()
-    assert not supports_streaming(audio.vae), "diffusers excludes it"
+    assert not supports_streaming(audio.vae), "diffusers does not support group offloading for it"
 
 
 def test_private_names_of_diffusers() -> None:
-    """If one of these fails after an update of diffusers, `runtime/placement/group_offload.py` must change too."""
+    """If an assertion fails after a diffusers update, `runtime/placement/group_offload.py` must change too."""
     from diffusers.hooks import group_offloading
 
     assert diffusers_internals.GROUP_OFFLOADING == group_offloading._GROUP_OFFLOADING
@@ -233,7 +233,7 @@ def test_a_streamed_pipeline_supports_all_operations(streams: bool) -> None:
         before = used()
         registries = [vars(module).get("_diffusers_hook") for model in models for module in model.modules()]
         hooks = {name for registry in registries if registry is not None for name in registry.hooks}
-        assert hooks == {"group_offloading"}, "no prefetch hooks, which grow with every call"
+        assert hooks == {"group_offloading"}, "prefetch hooks must be removed, because they grow with every call"
 
         def stop(*args: Any) -> None:
             raise InterruptedError
@@ -242,15 +242,15 @@ def test_a_streamed_pipeline_supports_all_operations(streams: bool) -> None:
         with pytest.raises(InterruptedError):
             generate(pipe)
         handle.remove()
-        assert used() <= before, "an interrupted call releases its layers"
+        assert used() <= before, "an interrupted call must free its layers"
         assert difference(generate(pipe), expected) < TOLERANCE
 
         copied = copy.deepcopy(pipe)
         with torch.no_grad():
             pipe.unet.conv_out.weight.mul_(2)
         changed = generate(pipe)
-        assert difference(changed, expected) > TOLERANCE, "a change in place takes effect"
-        assert difference(generate(copied), expected) < TOLERANCE, "the copy has its own weights"
+        assert difference(changed, expected) > TOLERANCE, "an in-place change must take effect"
+        assert difference(generate(copied), expected) < TOLERANCE, "the copy must have its own weights"
         assert is_streamed(copied.unet)
 
         pipe.unet.add_adapter(config)  # directly, not through the pipeline

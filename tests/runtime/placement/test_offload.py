@@ -53,7 +53,7 @@ def test_an_offloaded_pipeline_supports_all_operations(device: str, residence: s
         library: Any = diffusers
         loaded = library.StableDiffusionPipeline.from_pretrained(tmp_path, safety_checker=None)
         assert difference(generate(loaded), before) < TOLERANCE
-        assert difference(generate(pipe), before) < TOLERANCE, "the pipeline that was saved"
+        assert difference(generate(pipe), before) < TOLERANCE, "saving must not change the pipeline"
 
         used = anyaccel.memory(device).used_bytes
 
@@ -63,14 +63,14 @@ def test_an_offloaded_pipeline_supports_all_operations(device: str, residence: s
         with pytest.raises(KeyboardInterrupt):
             pipe(**recipes()[NAME].call(), callback_on_step_end=fail)
         gc.collect()
-        assert anyaccel.memory(device).used_bytes == used, "an interrupted call releases its weights"
+        assert anyaccel.memory(device).used_bytes == used, "an interrupted call must free its weights"
 
         other = make().unet
         with torch.no_grad():
             other.conv_out.weight.mul_(2)
         pipe.unet = other
         changed = generate(pipe)
-        assert difference(changed, before) > TOLERANCE, "the replaced model is used"
+        assert difference(changed, before) > TOLERANCE, "the new model must be used"
         assert difference(generate(place(pipe, "cpu")), changed) < TOLERANCE
         assert all(parameter.requires_grad for parameter in pipe.unet.parameters())
 
@@ -100,7 +100,7 @@ def test_weights_on_disk_work_in_inference_mode() -> None:
         silence_output()
         pipe = place(make(), "mps", dtype="float32", memory="phase")
         with torch.inference_mode():
-            inside = generate(pipe)  # once raised "Inference tensors do not track version counter"
+            inside = generate(pipe)  # regression: "Inference tensors do not track version counter"
         assert difference(generate(pipe), inside) < TOLERANCE
 
     run_forked("mps", use, timeout_s=300)
@@ -117,7 +117,7 @@ def test_a_lost_change_raises(device: str, residence: str) -> None:
         with pytest.raises(UsageError, match="weights of unet were changed"):
             generate(pipe)
         pipe.to("cpu", memory="resident")
-        assert difference(generate(pipe), before) < TOLERANCE, "the original weights are restored"
+        assert difference(generate(pipe), before) < TOLERANCE, "the original weights must be restored"
         with torch.no_grad():
             pipe.unet.conv_in.weight.mul_(0)
         changed = generate(pipe)
@@ -159,7 +159,7 @@ def test_the_folder_of_a_killed_process_is_removed(tmp_path: Path, monkeypatch: 
     first, lock = make_weights_folder()
     assert not left.exists()
     second, other = make_weights_folder()
-    assert first.exists(), "a folder that is in use is not removed"
+    assert first.exists(), "a folder in use must not be removed"
     remove_weights_folder(first, lock)
     remove_weights_folder(second, other)
     assert not any(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Calls with too little memory: they are planned to fit or recover from an error, and return the same image."""
+"""Calls with too little memory are planned to fit or recover from an error, and return the same image."""
 
 import gc
 import logging
@@ -31,7 +31,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def check_capacities(name: str, device: str, shrink: float) -> list[dict[str, Any]]:
-    """Check that all runs return the CPU's image within the predicted memory, and that the last one raises."""
+    """Check that all runs but the last return the CPU's image within the predicted memory, and that the last raises."""
     *rows, last = sweep_capacities(name, device, shrink)
     assert rows[0]["rule"] == "everything resident"
     for row in rows:
@@ -101,7 +101,7 @@ def test_a_batch_that_runs_out_of_memory_is_split_and_the_outcome_is_stored() ->
             result = pipe(**call, seed=3, num_images_per_prompt=4)
         second = pipe(**call, seed=3, num_images_per_prompt=4)
         used = str(result.plan.memory_in_use)
-        assert str(second.plan.memory_in_use) == used, "the next call starts with the rule of this one"
+        assert str(second.plan.memory_in_use) == used, "the next call must start with the rule that worked"
         return float(numpy.abs(result.images - numpy.stack(single)).max()), used, counter[0]
 
     difference, rule, _ = run_forked("hpu", use)
@@ -187,7 +187,7 @@ def test_images_per_call_applies_to_every_rule() -> None:
 
 
 def test_retries_reach_a_rule_that_fits_if_the_capacity_is_overestimated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process takes the memory after it was measured, and all rules fail except the last ones."""
+    """Another process allocates memory after the measurement, so only the last rules fit."""
     monkeypatch.setattr(memory_plan, "find_capacity", lambda *args: 2**40)
     monkeypatch.setattr(oom_retry, "find_capacity", lambda *args: 2**40)
 
@@ -233,7 +233,7 @@ def test_weights_on_disk_are_removed_with_the_pipeline() -> None:
     existed, remained, left = run_forked("mps", use)
     assert existed
     assert not remained
-    assert left < 10_000, "the weights of the last phase are still loaded"
+    assert left < 10_000, "the weights of the last phase were not freed"
 
 
 @pytest.mark.long
@@ -270,4 +270,4 @@ def test_smallest_dtype_allows_a_smaller_dtype_as_last_resort() -> None:
     dtype, reason, difference = run_forked("hpu", use, memory="180KiB")
     assert dtype == "bfloat16"
     assert "float32 does not fit: " in reason
-    assert difference < 0.05, "the image of the same seed, with less precision"
+    assert difference < 0.05, "the image must match that of float32, with less precision"

@@ -1,4 +1,4 @@
-"""A plan never changes after placement; later events are in the run report."""
+"""A plan never changes after placement; the run report records later events."""
 
 from dataclasses import FrozenInstanceError
 from typing import Any

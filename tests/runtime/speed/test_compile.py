@@ -145,7 +145,7 @@ def test_models_with_workarounds_compile_on_request(images: int) -> None:
 
 @pytest.mark.long
 def test_warmup_does_not_change_the_next_image(tmp_path: Path) -> None:
-    """Images drawn from the default generator do not change either."""
+    """Calls without a seed, which use the default generator, are not affected either."""
     call = {name: value for name, value in CALL.items() if name != "seed"} | {"height": 16, "width": 16}
 
     def use(accelerator: VirtualAccelerator) -> tuple[Any, ...]:
@@ -211,7 +211,7 @@ def test_compile_accepts_all_or_named_models() -> None:
     assert "did you mean unet? known: vae, text_encoder, unet" in message
 
 
-@pytest.mark.filterwarnings("ignore")  # warnings of torch while it imports Inductor
+@pytest.mark.filterwarnings("ignore")  # torch warns while it imports Inductor
 def test_ptxas_path_is_set_before_the_backend_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
     tasks = "torch._inductor.runtime.compile_tasks._set_triton_ptxas_path"
@@ -220,7 +220,7 @@ def test_ptxas_path_is_set_before_the_backend_is_looked_up(monkeypatch: pytest.M
     monkeypatch.setattr(backends, "lookup_backend", lambda name: messages.append(name))
     pipe = make("cpu")
     pipe.enable_compile("unet")
-    assert messages == ["path set"], "set by enable_compile, before the backend is looked up"
+    assert messages == ["path set"], "enable_compile must set the path before the backend is looked up"
 
 
 @pytest.mark.parametrize("shapes", [[], [3], [("a", "b")], [(1, 2, 3)]])
@@ -243,7 +243,7 @@ def save_adapter(rank: int, seed: int, folder: Path) -> None:
     pipeline_class.save_lora_weights(folder, unet_lora_layers=get_peft_model_state_dict(pipe.unet))
 
 
-@pytest.mark.filterwarnings("ignore")  # warnings of peft and diffusers while they load
+@pytest.mark.filterwarnings("ignore")  # peft and diffusers warn while they load
 def test_swapping_an_adapter_does_not_recompile(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("first", "second")]
     for seed, folder in enumerate(folders):

@@ -273,7 +273,7 @@ def test_prune_removes_stale_damaged_and_old_entries() -> None:
 
 @pytest.fixture
 def placed(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Placement]:
-    """A pipeline that is marked as compiled; nothing is compiled before its first call."""
+    """A pipeline marked as compiled; nothing is compiled before its first call."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # as Inductor sets it
@@ -298,7 +298,7 @@ def test_unloadable_payloads_are_logged_and_replaced(
     assert not speed.cache_outcomes.total()
     assert compile_cache.list_entries() == []
     assert [record.name for record in caplog.records] == ["anyaccel"], (
-        "one line from anyaccel and no traceback from torch"
+        "only anyaccel may log, without a traceback from torch"
     )
     assert "cannot load" in caplog.text
 

@@ -109,7 +109,7 @@ def test_hooks_added_after_compilation_run() -> None:
     handle.remove()
     compiled = find_compiled(model)
     assert compiled is not None
-    assert compiled.failure == "", "compiled code is used again"
+    assert compiled.failure == "", "compiled code must be used again"
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("pipelines_imported", "compiler_imported")
 
 
 def compile_with_workarounds(workarounds: GraphWorkarounds, function: Any, dynamic: bool | None = False) -> Any:
-    """Compile a function with workarounds, traced as for Inductor but without code generation."""
+    """Compile a function with workarounds; tracing is the same as for Inductor, without code generation."""
 
     def compile_graph(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         workarounds.apply(module)
@@ -33,7 +33,7 @@ def compile_with_workarounds(workarounds: GraphWorkarounds, function: Any, dynam
 
 
 @NEEDS_RECIPES
-@pytest.mark.filterwarnings("ignore")  # warnings of torch while it traces
+@pytest.mark.filterwarnings("ignore")  # torch warns while it traces
 def test_compiled_pipeline_slices_attention_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     unsliced: list[Any] = []
     sliced: list[tuple[int, ...]] = []

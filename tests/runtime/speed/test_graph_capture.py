@@ -33,7 +33,7 @@ from anyaccel.runtime.speed.module_fingerprint import LayerHooks, ModuleFingerpr
 
 
 class FakeGraphs:
-    """Fake recorder: a replay runs the function again on the fixed buffers."""
+    """Fake graph recorder; a replay runs the function again and copies the result into the captured buffers."""
 
     def __init__(self) -> None:
         self.recorded = 0
@@ -44,7 +44,7 @@ class FakeGraphs:
     def __call__(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         self.recorded += 1
         result = function()
-        # A real graph does not contain the inference mode of the capture either.
+        # The mode of the capture, as in a real graph: a replay does not depend on the current inference mode.
         modes = torch.is_inference_mode_enabled()
 
         def replay() -> None:

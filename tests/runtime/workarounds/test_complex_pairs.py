@@ -1,4 +1,4 @@
-"""Complex pairs: the results of complex64 on the CPU, on devices without complex dtypes."""
+"""Complex pairs: on devices without complex dtypes, the results match complex64 on the CPU."""
 
 from __future__ import annotations
 
@@ -170,12 +170,12 @@ def test_random_programs_agree_with_complex64(device: str) -> None:
 def test_random_programs_agree_on_pairs_of_plain_tensors() -> None:
     """All operations, as on a real device; here the parts are CPU tensors."""
     mode = ModelFunctionMode(make_handlers(torch.device("cpu"), {}))
-    names = sorted(set(OPERATIONS) - {"transform"})  # runs on the CPU anyway
+    names = sorted(set(OPERATIONS) - {"transform"})  # always runs on the CPU
     assert search(names, mode, torch.device("cpu")) >= EXAMPLES
 
 
 def test_every_operation_agrees_with_complex64() -> None:
-    # Random programs may miss one.
+    # Random programs may not cover every operation.
     def use(accelerator: VirtualAccelerator) -> list[str]:
         mode, device = make_mode(accelerator), accelerator.device()
         wrong = []

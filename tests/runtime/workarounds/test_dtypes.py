@@ -1,4 +1,4 @@
-"""Replacement of unsupported dtypes, wherever a tensor is created on the device."""
+"""Replacement of unsupported dtypes in every function that creates a tensor on the device."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_no_unsupported_dtype_on_the_device(device: str) -> None:
 
 
 def test_plans_replace_the_dtypes_of_the_sheets() -> None:
-    """Shows that the test above replaces something."""
+    """The test above would be meaningless if plans replaced no dtypes."""
     for device, lacking in (("neuron", 2), ("mps", 3), ("npu", 2), ("hpu", 1), ("mlu", 1), ("xpu", 0)):
         plan = make_plan(anyaccel.sheet(device), PipelineFacts(pipeline="Test"), PlacementOptions(), device=device)
         assert len(replacements_of(plan)) == lacking, device
@@ -170,7 +170,7 @@ def test_plans_replace_the_dtypes_of_the_sheets() -> None:
 
 @pytest.mark.parametrize("default", [False, True])
 def test_dtypes_are_replaced_without_the_emulator(default: bool) -> None:
-    """The emulator builds tensors on the CPU itself; on the meta device only the handlers do."""
+    """The emulator also creates tensors on the CPU; on the meta device, only the handlers change dtypes."""
     meta, replaced = torch.device("meta"), {FLOAT64: torch.float32, INT64: torch.int32}
     mode = ModelFunctionMode(make_handlers(meta, replaced, {}))
     on = torch.ones(2, 3, device=meta)
@@ -214,7 +214,7 @@ def test_parse_to_arguments_accepts_every_signature() -> None:
 
 
 def test_empty_returns_zeros_on_mps() -> None:
-    """By every factory; CPU tensors are not changed."""
+    """Covers every factory; CPU tensors are not changed."""
 
     def use(accelerator: VirtualAccelerator) -> None:
         plan, target = plan_for(accelerator), accelerator.device()
@@ -275,7 +275,7 @@ DENOISERS = (
     "stable-diffusion", "stable-diffusion-xl", "flux", "stable-diffusion-3", "pixart-alpha", "flux-2-klein", "sana",
     "dit", "kandinsky-2-2", "ddpm", "wan", "stable-audio", "qwen-image",
 )  # fmt: skip
-"""One of each kind of denoiser, because all of them are slow."""
+"""One pipeline for each kind of denoiser, because running all of them is slow."""
 
 
 def record_inputs(pipe: Any) -> dict[str, list[tuple[str, torch.dtype, str]]]:
@@ -343,7 +343,7 @@ def test_denoisers_get_no_64_bit_inputs() -> None:
     [("z-image", "transformer"), ("wuerstchen", "decoder"), ("amused", "transformer"), ("flux", "transformer")],
 )
 def test_denoisers_are_found_by_any_timestep_name(name: str, denoiser: str) -> None:
-    """`t` in Z-Image, `r` in Wuerstchen, nothing in aMUSEd."""
+    """The argument is `t` in Z-Image and `r` in Wuerstchen; aMUSEd has none."""
     assert denoiser in read_facts(recipes()[name].make()).denoisers
 
 

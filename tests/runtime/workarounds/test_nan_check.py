@@ -48,7 +48,7 @@ def test_overflowing_autoencoder_reruns_in_float32() -> None:
 
 
 def test_error_names_the_first_module_and_the_pass() -> None:
-    """The hook makes the second pass fail."""
+    """A hook makes the second pass return NaN."""
 
     def use(accelerator: VirtualAccelerator) -> str:
         pipe = make("mps", "fp32")

@@ -1,4 +1,4 @@
-"""Schedulers on the CPU: the same latents as on the CPU, without synchronizing at any step."""
+"""Schedulers with tensors on the CPU give the same latents as plain diffusers and never synchronize in a step."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 VARIANTS = {name: (name, dict[str, Any]()) for name in (*WORKS, *ADDS_NO_NOISE, *NEEDS_A_PACKAGE)} | OPTIONS
 DRAWS_AT_EVERY_STEP = ("DDIM-with-variance", "DDPM", "DPMSolverMultistep-sde", "EulerAncestralDiscrete", "LCM")
-"""Some of the schedulers that draw noise in `step`."""
+"""A selection of the schedulers that draw noise in `step`."""
 
 
 def make_scheduler(variant: str, before: Any) -> Any:
@@ -190,7 +190,7 @@ def find_faults(device: str, kinds: tuple[str, ...] = KINDS, full: bool = False)
 
 @pytest.mark.parametrize("variant", NEEDS_A_PACKAGE)
 def test_schedulers_with_optional_packages_are_included(variant: str) -> None:
-    """Other tests skip these schedulers silently; this one shows it."""
+    """Other tests leave these schedulers out silently; this test reports them as skipped."""
     if is_missing(variant):
         pytest.skip(f"diffusers needs {NEEDS_A_PACKAGE[variant]} for {variant}, which is not installed")
     assert variant in VARIANTS
@@ -240,7 +240,7 @@ def test_schedulers_match_the_cpu_with_the_full_denoiser(device: str) -> None:
 
 
 def test_noise_drawn_by_schedulers_matches_the_cpu() -> None:
-    """With fixed first latents, another seed still changes the result."""
+    """The initial latents are fixed, so a different seed changes only the noise of the steps."""
 
     def use(accelerator: VirtualAccelerator) -> dict[str, tuple[float, float]]:
         warnings.simplefilter("ignore")
@@ -322,7 +322,7 @@ def test_base_and_refiner_match_the_cpu() -> None:
                 latents = call(base, first, num_inference_steps=6, denoising_end=0.5)
                 results.append(call(refiner, second, num_inference_steps=6, denoising_start=0.5, image=latents))
             problems = find_problems(accelerator)
-            read = [[[float(timestep) for timestep in one] for one in pair] for pair in counts]
+            read = [[[float(timestep) for timestep in passes] for passes in pair] for pair in counts]
             assert read[0] == read[1], "the timesteps differ from the CPU"
             difference = float((results[1] - results[0]).abs().max())
             seen[variant] = difference, len(read[1][0]), len(read[1][1]), problems
@@ -336,7 +336,7 @@ def test_base_and_refiner_match_the_cpu() -> None:
 
 
 def record_timesteps(pipe: Any) -> list[Any]:
-    """Return a list that receives the timestep of every pass; it is read after the call only."""
+    """Return a list that receives the timestep of every pass; reading it synchronizes, so read it after the call."""
     passes: list[Any] = []
 
     def record(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -380,7 +380,7 @@ def test_flow_matching_schedulers_match_the_cpu(device: str) -> None:
 
 
 def test_scheduler_is_unchanged_after_a_call(tmp_path: Path) -> None:
-    """Class, methods and tables; copies, saved files and a user's own `step` work."""
+    """Checks class, methods and tables, copies, saved files and a user's own `step`."""
 
     def use(accelerator: VirtualAccelerator) -> None:
         warnings.simplefilter("ignore")

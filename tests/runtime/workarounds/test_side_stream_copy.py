@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("pipelines_imported")
 
 
 class RecordingDriver(Driver):
-    """A driver of a virtual device with events, which records the calls it gets."""
+    """A virtual device's driver with events, which records its calls."""
 
     has_events = True
 
@@ -81,7 +81,7 @@ def test_shared_calls_copy_noise_and_image_on_the_side_stream() -> None:
     assert "record_event wait side_stream back" in events, "the image is read on the side stream after an event"
     assert events.endswith("wait side_stream back"), "the last read is the NaN check"
     assert events.count("wait side_stream back") == events.count("wait") == events.count("side_stream"), (
-        "nothing else waits"
+        "nothing else may wait"
     )
 
 

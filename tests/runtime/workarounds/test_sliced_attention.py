@@ -1,4 +1,4 @@
-"""Sliced attention: the result of unsliced attention, with a limited number of scores per call."""
+"""Sliced attention: the same result as unsliced attention, with a limited number of scores per call."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_plan_slices_attention_that_would_be_wrong() -> None:
 
 @NEEDS_RECIPES
 def test_requested_slicing_applies_to_every_attention() -> None:
-    """One head at a time with "max", also in text encoders and the autoencoder; can be disabled again."""
+    """Run one head at a time with "max", also in text encoders and the autoencoder; it can be disabled again."""
 
     def use(accelerator: VirtualAccelerator) -> dict[str, list[tuple[list[str], float, int, int]]]:
         warnings.simplefilter("ignore")

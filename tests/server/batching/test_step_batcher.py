@@ -1,4 +1,4 @@
-"""Step batching: concurrent calls share denoiser batches, and each image equals the one of a single call."""
+"""Step batching: concurrent calls share denoiser batches, and each image equals that of a single call."""
 
 import functools
 import itertools
@@ -49,7 +49,7 @@ def begin_together(shared: SharedPipeline, model: str, calls: int) -> None:
 
 
 def call_at(batched: BatchedForward, *args: Any) -> Any:
-    """Call a model the way its override is called."""
+    """Call a batched forward as the override of its model does."""
     return batched(batched.run, args, {})
 
 
@@ -72,7 +72,7 @@ def step_together(batched: BatchedForward, calls: int, steps: int, between: Call
 
 
 def record_waits(log: list[str]) -> RecordEvent:
-    """Return a `mark` that numbers its events and logs each wait for one."""
+    """Return a `mark` that numbers its events and logs each wait for an event."""
     marks = itertools.count(1)
     return lambda: functools.partial(log.append, f"wait for {next(marks)}")
 
@@ -251,7 +251,7 @@ def test_calls_do_not_run_ahead_of_an_asynchronous_device() -> None:
         assert first.result(60).tolist() == second.result(60).tolist() == [[float(steps)] * 2]
     assert batched.stats.sizes == {1: 6, 2: 5}, "three steps of each call run alone, all others are shared"
     assert not batcher.busy
-    assert not batcher.enqueued, "no call is left to wait for it"
+    assert not batcher.enqueued, "enqueued work remains, but no call waits for it"
 
 
 def test_the_next_batch_is_enqueued_while_the_device_runs_one() -> None:
@@ -271,7 +271,7 @@ def test_the_next_batch_is_enqueued_while_the_device_runs_one() -> None:
 
 
 def test_a_decoder_does_not_count_against_the_look_ahead_limit() -> None:
-    """The next batch is enqueued behind a decoder, so the device is not idle after it."""
+    """The next batch is enqueued while a decoder runs, so the device does not become idle."""
     log: list[str] = []
     batcher = StepBatcher(max_calls=4, mark=record_waits(log))
     batched = BatchedForward(torch.nn.Identity(), batcher)
@@ -282,7 +282,7 @@ def test_a_decoder_does_not_count_against_the_look_ahead_limit() -> None:
         call_at(batched, torch.zeros(1, 2))
         assert log == []
         call_at(batched, torch.zeros(1, 2))
-    assert log == ["wait for 2"], "the first batch and the decoder behind it"
+    assert log == ["wait for 2"], "the wait must cover the first batch and the decoder after it"
 
 
 def test_a_missing_call_is_waited_for_until_the_device_is_idle() -> None:
@@ -319,7 +319,7 @@ def test_one_thread_at_a_time_runs_python_between_batches(monkeypatch: pytest.Mo
 
 
 def test_the_slot_is_waited_for_as_long_as_threads_release_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The timeout starts again with every release, so a long queue of short holders does not exceed it."""
+    """The timeout restarts with every release, so many threads that hold the slot briefly do not exceed it."""
     monkeypatch.setattr("anyaccel.server.batching.step_batcher._SLOT_TIMEOUT_S", 1)
     batcher = StepBatcher(max_calls=8)
     running, peak = [0], [0]
@@ -480,7 +480,7 @@ def test_a_call_in_reserve_replaces_only_a_missing_one() -> None:
     ("seconds", "expected"),
     [
         ({1: 1.0, 2: 1.9, 4: 4.0}, {2: 4, 1: 4}),  # a full batch of two has more throughput than four rows with three
-        ({1: 1.0, 2: 1.9, 4: 2.0}, {3: 4}),  # four rows take hardly longer than two: three calls and one padded row
+        ({1: 1.0, 2: 1.9, 4: 2.0}, {3: 4}),  # four rows take barely longer than two: three calls and one padded row
     ],
 )
 def test_the_batch_size_with_the_highest_throughput_is_used(

@@ -78,7 +78,7 @@ def test_previews_are_streamed_while_denoising(live: Live) -> None:
     assert [getattr(event, "partial_image_index", None) for event in first] == [0, 1, 2, None]
     pixels = [numpy.asarray(decode(event.b64_json).convert("RGB")).astype(float) for event in first]
     errors = [float(((preview - pixels[-1]) ** 2).mean()) for preview in pixels[:-1]]
-    assert errors[0] > errors[1] > errors[2], "each preview is closer to the image than the one before"
+    assert errors[0] > errors[1] > errors[2], "each preview must be closer to the final image than the previous one"
     assert errors[2] < 500
     assert events[-1].seed in (3, 4)  # type: ignore[union-attr]
 

@@ -46,7 +46,7 @@ def browser() -> Iterator[Chrome]:
 
 
 class Page:
-    """The page, with the actions of a user."""
+    """The page and the actions of a user."""
 
     def __init__(self, chrome: Chrome, live: Live) -> None:
         self.chrome, self.live = chrome, live

@@ -1,4 +1,4 @@
-"""Traces as an OTLP collector receives them."""
+"""Traces of a job as an OTLP collector receives them."""
 
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer

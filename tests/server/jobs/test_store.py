@@ -40,7 +40,7 @@ def test_a_job_from_submission_to_deletion(jobs: JobStore) -> None:
     assert file is not None
     assert file.read_bytes() == b"content"
     assert jobs.find_file(done, "../../jobs.sqlite") is None
-    assert jobs.fail(job.id, {}).state == "done", "an ended job does not change"
+    assert jobs.fail(job.id, {}).state == "done", "a finished job must not change"
     jobs.delete(job.id)
     assert jobs.get(job.id) is None
     assert not file.exists()
@@ -134,7 +134,7 @@ def test_a_running_job_is_retried_once_after_a_crash(tmp_path: Path) -> None:
     first.close()
     second = JobStore(tmp_path)
     assert [job.state for job in second.recover()] == ["queued"]
-    assert [path.name for path in (tmp_path / "results").iterdir()] == [f".{name}"], "not a job id: not removed"
+    assert [path.name for path in (tmp_path / "results").iterdir()] == [f".{name}"], "not a job id, so not removed"
     second.take()
     second.close()
     third = JobStore(tmp_path)

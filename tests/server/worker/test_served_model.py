@@ -104,7 +104,7 @@ def test_a_call_that_runs_out_of_memory_is_repeated_exclusively(model: ServedMod
     original_run, failures = batched.run, list[int]()
 
     def run(sample: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not failures:  # the first call fails only after the other one has acquired the lock
+        if not failures:  # the first call fails only after the second one has acquired the lock
             with lock.changed:
                 assert lock.changed.wait_for(lambda: lock.holders == 2, timeout=120)
         if len(failures) < 2 or len(sample) > 2:
@@ -122,7 +122,7 @@ def test_a_call_that_runs_out_of_memory_is_repeated_exclusively(model: ServedMod
     assert len(failures) >= 2
     assert abs(pixels(images[0]) - run_single(folder)).max() <= 1
     assert abs(pixels(images[1]) - run_single(folder, 8)).max() <= 1
-    assert model.shared is not None, "sharing resumes afterwards"
+    assert model.shared is not None, "the model must be shared again afterwards"
     assert model.max_concurrent == 4
 
 

@@ -1,4 +1,4 @@
-"""The Abacus 9000, an invented accelerator: one sheet, and nothing else."""
+"""The Abacus 9000, a fictional accelerator. A backend needs only a sheet."""
 
 from anyaccel.backends import Backend, Sheet
 from anyaccel.backends.claim import DtypeLimit, Limit, RoundTrip, Unknown, Yes
@@ -22,9 +22,9 @@ SHEET = Sheet(
             hint="use float32",
             becomes="float32",
         ),
-        int64=Yes(says="Two rows make one number.", source=MANUAL, evidence="documented"),
-        float32=Yes(says="One row.", source=MANUAL, evidence="documented"),
-        float16=Yes(says="Half a row.", source=MANUAL, evidence="documented"),
+        int64=Yes(says="int64 is supported.", source=MANUAL, evidence="documented"),
+        float32=Yes(says="float32 is supported.", source=MANUAL, evidence="documented"),
+        float16=Yes(says="float16 is supported.", source=MANUAL, evidence="documented"),
         bfloat16=Unknown(says="The manual does not say."),
         complex64=Unknown(says="The manual does not say."),
         complex128=Unknown(says="The manual does not say."),
@@ -32,46 +32,54 @@ SHEET = Sheet(
         float8_e5m2=Unknown(says="The manual does not say."),
     ),
     default_dtypes=DtypeOrder(
-        says="float32 is one row.", source=MANUAL, evidence="documented", order=("float32", "float16")
+        says="float32 is the native dtype.", source=MANUAL, evidence="documented", order=("float32", "float16")
     ),
     random_numbers=Limit(
-        says="An abacus does not roll dice.",
+        says="The device has no random number generator.",
         source=MANUAL,
         evidence="documented",
         effect="error",
-        hint="draw noise on the host",
+        hint="draw noise on the CPU",
     ),
     data_dependent_shapes=Limit(
-        says="The frame is made to measure.",
+        says="Shapes are fixed at compile time.",
         source=MANUAL,
         evidence="documented",
         effect="error",
         hint="keep shapes fixed",
     ),
     new_shapes=Limit(
-        says="A carpenter is called.", source=MANUAL, evidence="documented", effect="slow", hint="keep to one size"
+        says="Every new shape is compiled.",
+        source=MANUAL,
+        evidence="documented",
+        effect="slow",
+        hint="use one image size",
     ),
     host_round_trip=RoundTrip(
-        says="Somebody has to look.", source=MANUAL, evidence="documented", effect="slow", cost_us=3_000_000.0
+        says="Reading a value takes three seconds.",
+        source=MANUAL,
+        evidence="documented",
+        effect="slow",
+        cost_us=3_000_000.0,
     ),
-    batches=Yes(says="Frames stand side by side.", source=MANUAL, evidence="documented"),
-    training=Unknown(says="Nobody has lived long enough."),
+    batches=Yes(says="Batches are supported.", source=MANUAL, evidence="documented"),
+    training=Unknown(says="The manual does not mention training."),
     largest_tensor=(Unknown(says="The manual does not say."),),
     compiler=Compiler(
-        says="The carpenter's name.",
+        says="torch.compile has a backend named abacus.",
         source=MANUAL,
         evidence="documented",
         backend="abacus",
         dynamic=False,
         fullgraph=True,
     ),
-    distributed=Distributed(says="By post.", source=MANUAL, evidence="documented", backend="gloo"),
+    distributed=Distributed(says="Collectives run on the CPU.", source=MANUAL, evidence="documented", backend="gloo"),
     modules=("torch_abacus",),
     requirements=(
         ModuleFound(
             module="torch_abacus",
             hint="pip install torch-abacus, once somebody has written it",
-            says="torch learns of the device from its own module.",
+            says="torch_abacus registers the device with torch.",
             source=MANUAL,
             evidence="documented",
         ),
@@ -83,7 +91,7 @@ SHEET = Sheet(
             memory_bytes=9000,
             per_server=1,
             software="torch with torch_abacus",
-            says="Nine thousand beads.",
+            says="The device has 9000 bytes of memory.",
             source=MANUAL,
             evidence="documented",
         ),
