@@ -1,0 +1,324 @@
+"""Usages that differ in how a pipeline is called."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import diffusers
+import numpy
+import torch
+
+from tests.differential.session import Session, as_array, usage
+
+CALL = "ways to call"
+BATCH = "generators and batches"
+
+
+def simple(name: str, document: str, group: str = CALL, recipe: str = "stable-diffusion", **changes: Any) -> None:
+    """Register a usage that calls a recipe with changed arguments."""
+
+    def run(session: Session) -> Any:
+        arguments = {key: value() if callable(value) else value for key, value in changes.items()}
+        return session.run(session.make(recipe), recipe, **arguments)
+
+    run.__name__, run.__doc__ = name, document
+    usage(group)(run)
+
+
+def generator(seed: int = 0) -> Any:
+    """Return a factory for a CPU generator."""
+    return lambda: torch.Generator().manual_seed(seed)
+
+
+def generators(*seeds: int) -> Any:
+    """Return a factory for a list of CPU generators."""
+    return lambda: [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+simple("default_call", "A call with keyword arguments.")
+simple("more_steps", "Five steps.", num_inference_steps=5)
+simple("no_guidance", "`guidance_scale=1`.", guidance_scale=1.0)
+simple("negative_prompt", "A negative prompt.", negative_prompt="blurry")
+simple("guidance_rescale", "`guidance_rescale`.", guidance_rescale=0.7)
+simple("eta", "`eta`, which PNDM ignores.", eta=0.5)
+simple("output_latents", "`output_type='latent'`.", output_type="latent")
+simple("output_tensor", "`output_type='pt'`.", output_type="pt")
+simple("output_pil", "`output_type='pil'`.", output_type="pil")
+simple("custom_timesteps", "A list of timesteps with a scheduler that does not accept it.", timesteps=[999, 500, 1])
+simple("numpy_integer_sizes", "Sizes as NumPy integers.", height=numpy.int64(16), width=numpy.int64(16))
+simple("other_size", "A size that is not square.", height=16, width=24)
+simple("invalid_size", "A size that is not a multiple of 8.", height=17, width=16)
+simple("empty_prompt", "An empty prompt.", prompt="")
+simple("long_prompt", "A prompt longer than the tokenizer's limit.", prompt="red fox " * 60)
+simple("prompt_of_wrong_type", "A prompt that is an integer.", prompt=3)
+simple("unknown_argument", "An argument that the pipeline does not have.", frobnicate=1)
+simple("missing_prompt", "No prompt.", prompt=None)
+simple("return_tuple", "`return_dict=False`.", return_dict=False)
+simple("two_images", "`num_images_per_prompt=2` with one generator.", BATCH, num_images_per_prompt=2)
+simple("three_images_from_a_list", "Three generators.", BATCH, num_images_per_prompt=3, generator=generators(1, 2, 3))
+simple("two_prompts", "A list of two prompts with one generator.", BATCH, prompt=["a red fox", "a blue bird"])
+simple("two_prompts_two_images", "Two prompts with two images each.", BATCH, prompt=["fox", "bird"],
+       num_images_per_prompt=2)  # fmt: skip
+simple("two_prompts_two_generators", "Two prompts and two generators.", BATCH, prompt=["fox", "bird"],
+       generator=generators(5, 6))  # fmt: skip
+simple("prompts_of_different_length", "Prompts of different lengths.", BATCH, prompt=["a", "a red fox in the snow"])
+simple("too_few_generators", "Two generators for three images.", BATCH, num_images_per_prompt=3,
+       generator=generators(1, 2))  # fmt: skip
+simple("negative_prompts", "One negative prompt per prompt.", BATCH, prompt=["fox", "bird"],
+       negative_prompt=["blurry", "dark"])  # fmt: skip
+simple("global_generator", "No generator: noise from the global one.", BATCH, generator=None)
+simple("global_generator_two_images", "No generator, two images.", BATCH, generator=None, num_images_per_prompt=2)
+simple("generator_with_large_seed", "A seed above 2**32.", BATCH, generator=generator(2**40 + 1))
+
+for recipe in (
+    "stable-diffusion-xl", "stable-diffusion-3", "flux", "sana", "pixart-sigma", "wan", "ltx", "z-image", "qwen-image",
+    "stable-audio", "amused", "dit", "ddpm", "kandinsky-2-2", "latent-consistency", "stable-video-diffusion",
+):  # fmt: skip
+    simple(f"recipe_{recipe.replace('-', '_')}", f"The recipe {recipe} as it is.", recipe=recipe)
+
+for recipe in (
+    "stable-diffusion-image-to-image", "stable-diffusion-inpaint", "stable-diffusion-xl-image-to-image", "flux",
+    "flux-image-to-image", "sana", "amused", "controlnet", "latent-consistency", "stable-diffusion-3", "pixart-sigma",
+):  # fmt: skip
+    simple(
+        f"two_images_{recipe.replace('-', '_')}", f"Two images with one generator: {recipe}.", BATCH, recipe=recipe,
+        num_images_per_prompt=2, generator=generator(4),
+    )  # fmt: skip
+
+
+@usage(CALL)
+def positional_arguments(session: Session) -> Any:
+    """Prompt, height and width by position."""
+    arguments = session.arguments()
+    prompt, height, width = (arguments.pop(name) for name in ("prompt", "height", "width"))
+    return session.make()(prompt, height, width, **arguments).images
+
+
+@usage(CALL)
+def three_calls(session: Session) -> Any:
+    """Three calls with one generator object, which continues."""
+    pipe, source = session.make(), torch.Generator().manual_seed(3)
+    values: dict[str, Any] = {str(index): session.run(pipe, generator=source) for index in range(3)}
+    return {**values, "generator": source}
+
+
+@usage(BATCH)
+def generator_state_after_two_images(session: Session) -> Any:
+    """The state of the user's generator after a call with two images."""
+    source = torch.Generator().manual_seed(3)
+    result = session.run(session.make(), generator=source, num_images_per_prompt=2)
+    return {"result": result, "generator": source}
+
+
+@usage(BATCH)
+def generator_states_of_a_list(session: Session) -> Any:
+    """The states of a list of generators after a call."""
+    sources = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+    result = session.run(session.make(), generator=sources, num_images_per_prompt=2)
+    return {"result": result, "first": sources[0], "second": sources[1]}
+
+
+@usage(BATCH)
+def ancestral_sampling_of_two_images(session: Session) -> Any:
+    """Two images with a scheduler that draws noise in every step."""
+    pipe = session.make()
+    pipe.scheduler = diffusers.EulerAncestralDiscreteScheduler.from_config(pipe.scheduler.config)
+    source = torch.Generator().manual_seed(3)
+    result = session.run(pipe, generator=source, num_images_per_prompt=2, num_inference_steps=3)
+    return {"result": result, "generator": source}
+
+
+@usage(BATCH)
+def latents_given(session: Session) -> Any:
+    """Latents drawn by the user."""
+    latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(9))
+    before = latents.clone()
+    pipe = session.make()
+    size = {"height": 8 * pipe.vae_scale_factor, "width": 8 * pipe.vae_scale_factor}
+    result = session.run(pipe, latents=latents.to(pipe.device), **size)
+    return {"result": result, "unchanged": bool(torch.equal(latents, before))}
+
+
+@usage(BATCH)
+def latents_for_two_images(session: Session) -> Any:
+    """Latents for two images."""
+    latents = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(9))
+    pipe = session.make()
+    size = {"height": 8 * pipe.vae_scale_factor, "width": 8 * pipe.vae_scale_factor}
+    return session.run(pipe, latents=latents.to(pipe.device), num_images_per_prompt=2, **size)
+
+
+@usage(BATCH)
+def latents_of_wrong_shape(session: Session) -> Any:
+    """Latents for one image with two prompts."""
+    latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(9))
+    pipe = session.make()
+    return session.run(pipe, latents=latents.to(pipe.device), prompt=["fox", "bird"])
+
+
+@usage(CALL)
+def embeddings_given(session: Session) -> Any:
+    """`encode_prompt`, then `prompt_embeds` and `negative_prompt_embeds`."""
+    pipe = session.make()
+    with torch.no_grad():
+        positive, negative = pipe.encode_prompt("a red fox", pipe.device, 1, True, negative_prompt="blurry")
+    return session.run(pipe, prompt=None, prompt_embeds=positive, negative_prompt_embeds=negative)
+
+
+@usage(CALL)
+def embeddings_for_two_prompts(session: Session) -> Any:
+    """`prompt_embeds` for two prompts with two images each."""
+    pipe = session.make()
+    with torch.no_grad():
+        positive, negative = pipe.encode_prompt(["fox", "bird"], pipe.device, 1, True, negative_prompt=["", ""])
+    return session.run(
+        pipe, prompt=None, prompt_embeds=positive, negative_prompt_embeds=negative, num_images_per_prompt=2
+    )
+
+
+@usage(CALL)
+def subclass_with_any_signature(session: Session) -> Any:
+    """A subclass with `__call__(self, *args, **kwargs)`."""
+
+    class Pipeline(diffusers.StableDiffusionPipeline):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(*args, **kwargs)
+
+    pipe = session.place(Pipeline(**session.make(place=False).components))
+    pipe.set_progress_bar_config(disable=True)
+    arguments = session.arguments()
+    return {
+        "keywords": as_array(pipe(**arguments).images),
+        "positional": as_array(pipe(arguments.pop("prompt"), **{**arguments, "generator": generator(0)()}).images),
+    }
+
+
+@usage(CALL)
+def subclass_with_own_arguments(session: Session) -> Any:
+    """A subclass with its own arguments, and two images."""
+
+    class Pipeline(diffusers.StableDiffusionPipeline):
+        def __call__(self, prompt: str, strength_of_style: float = 1.0, **kwargs: Any) -> Any:
+            output = super().__call__(prompt, **kwargs)
+            output.images = output.images * strength_of_style
+            return output
+
+    pipe = session.place(Pipeline(**session.make(place=False).components))
+    pipe.set_progress_bar_config(disable=True)
+    arguments = session.arguments(num_images_per_prompt=2, generator=[generator(1)(), generator(2)()])
+    return pipe(strength_of_style=0.5, **arguments).images
+
+
+@usage(CALL)
+def subclass_overrides_a_step(session: Session) -> Any:
+    """A subclass that overrides `prepare_latents`."""
+
+    class Pipeline(diffusers.StableDiffusionPipeline):
+        def prepare_latents(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return super().prepare_latents(*args, **kwargs) * 0.5
+
+    pipe = session.place(Pipeline(**session.make(place=False).components))
+    pipe.set_progress_bar_config(disable=True)
+    return session.run(pipe)
+
+
+@usage(CALL)
+def error_then_another_call(session: Session) -> Any:
+    """A call that fails inside the UNet, then one that works."""
+    pipe = session.make()
+    handle = pipe.unet.conv_out.register_forward_hook(lambda *_: 1 / 0)
+    error = ""
+    try:
+        session.run(pipe)
+    except ZeroDivisionError as raised:
+        error = str(raised)
+    handle.remove()
+    return {"error": error, "next": session.run(pipe)}
+
+
+@usage(CALL)
+def models_called_directly(session: Session) -> Any:
+    """`unet(…)` and `vae.decode(…)` without the pipeline."""
+    pipe = session.make()
+    source = torch.Generator().manual_seed(2)
+    latents = torch.randn(1, 4, 8, 8, generator=source).to(pipe.device)
+    states = torch.randn(1, 7, pipe.text_encoder.config.hidden_size, generator=source).to(pipe.device)
+    with torch.no_grad():
+        noise = pipe.unet(latents, 10, encoder_hidden_states=states).sample
+        image = pipe.vae.decode(latents).sample
+    return {"noise": noise, "image": image}
+
+
+@usage(CALL)
+def denoising_loop_written_out(session: Session) -> Any:
+    """The denoising loop written by the user, as in diffusers' tutorial."""
+    pipe = session.make()
+    with torch.no_grad():
+        positive, negative = pipe.encode_prompt("a red fox", pipe.device, 1, True)
+        embeddings = torch.cat([negative, positive])
+        pipe.scheduler.set_timesteps(3, device=pipe.device)
+        latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(2)).to(pipe.device)
+        latents = latents * pipe.scheduler.init_noise_sigma
+        for timestep in pipe.scheduler.timesteps:
+            doubled = pipe.scheduler.scale_model_input(torch.cat([latents] * 2), timestep)
+            uncond, cond = pipe.unet(doubled, timestep, encoder_hidden_states=embeddings).sample.chunk(2)
+            latents = pipe.scheduler.step(uncond + 5.0 * (cond - uncond), timestep, latents).prev_sample
+        image = pipe.vae.decode(latents / pipe.vae.config.scaling_factor).sample
+    return {"latents": latents, "image": image}
+
+
+@usage(CALL)
+def two_threads(session: Session) -> Any:
+    """Two pipelines in two threads."""
+    pipes = [session.make() for _ in range(2)]
+    results: dict[str, Any] = {}
+
+    def work(index: int) -> None:
+        results[str(index)] = session.run(pipes[index], generator=torch.Generator().manual_seed(index))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return dict(sorted(results.items()))
+
+
+@usage(CALL)
+def two_pipelines_alternating(session: Session) -> Any:
+    """Two pipelines called in turn."""
+    first, second = session.make(), session.make("flux")
+    return {
+        "a": session.run(first),
+        "b": session.run(second, "flux"),
+        "c": session.run(first),
+        "d": session.run(second, "flux"),
+    }
+
+
+@usage(CALL)
+def progress_bar(session: Session) -> Any:
+    """`pipe.progress_bar` wrapped by the user."""
+    pipe = session.make()
+    pipe.set_progress_bar_config(disable=True, leave=False, desc="generate")
+    return session.run(pipe)
+
+
+@usage(CALL)
+def ip_adapter_scale(session: Session) -> Any:
+    """`set_ip_adapter_scale` between calls."""
+    pipe = session.make("ip-adapter")
+    first = session.run(pipe, "ip-adapter")
+    pipe.set_ip_adapter_scale(0.2)
+    return {"before": first, "after": session.run(pipe, "ip-adapter")}
+
+
+@usage(CALL)
+def controlnet_scale(session: Session) -> Any:
+    """`controlnet_conditioning_scale` and guidance start and end."""
+    pipe = session.make("controlnet")
+    return {
+        "half": session.run(pipe, "controlnet", controlnet_conditioning_scale=0.5),
+        "late": session.run(pipe, "controlnet", control_guidance_start=0.4, control_guidance_end=0.9),
+    }
