@@ -38,7 +38,7 @@ OPTIONAL_MODULES = {
     "anyaccel.server.jobs.metrics": {"prometheus_client"},
     "anyaccel.server.run_server": {"fastapi", "prometheus_client", "uvicorn"},
 }
-"""Submodules that import an optional package, or one that torch installs only on some platforms. All others must import."""
+"""Submodules that import an optional package, or one that torch installs only on some platforms; others must import."""
 
 SUBMODULES_MAY_SHADOW = (anyaccel.__name__, "anyaccel.backends", "anyaccel.recipes")
 
