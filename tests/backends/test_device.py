@@ -121,7 +121,7 @@ def test_opening_resolves_conditions_by_product_version_and_probe(monkeypatch: p
     float16 = sheet.dtype("float16")
     assert isinstance(float16, Limit)
     assert not float16.conditional
-    assert probed == ["int64"], "only contradicted dtypes are probed, not those that the product decides"
+    assert probed == ["int64"], "only contradicted dtypes are probed, not those that depend on the product"
     assert sheet.dtype("int64").evidence == "hardware"  # type: ignore[union-attr]
 
 

@@ -166,7 +166,7 @@ def test_files_of_other_or_virtual_devices_are_ignored(changes: dict[str, Any]) 
 
 
 def test_packaged_files_refer_to_claims_of_their_sheet() -> None:
-    assert load_verifications(), "at least the file of the CPU"
+    assert load_verifications(), "the CPU has at least one file"
     for file, verification in load_verifications().items():
         assert (ROOT / file).is_file()
         claims = dict(anyaccel.sheet(verification.device).claims())

@@ -1,4 +1,4 @@
-"""Quirks: names that code reacts to are on a sheet; all others are marked as information only."""
+"""Quirks: those that code handles are on a sheet, and all others are marked as information only."""
 
 import ast
 

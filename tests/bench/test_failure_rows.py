@@ -1,6 +1,6 @@
 """Tests for failed variants and images with NaN or Inf.
 
-The processes are real, but run a short script that answers like the worker.
+The processes are real, but they run a short script with the protocol of the worker.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Chart: tiny pipelines on virtual devices, in plain diffusers and placed, compared with the CPU's image.
 
-Here an eighth of the recipes run placed and an eighth plain, each on one device. `make chart` runs all of them on all
-devices.
+These tests run one eighth of the recipes placed and another eighth in plain diffusers, each on one device. `make chart`
+runs all recipes on all devices.
 """
 
 import json
@@ -42,18 +42,18 @@ FAILS_EVERYWHERE = {"attend-and-excite", "semantic-guidance", "score-sde-ve"}
 FAILS_ON_MPS = {"unclip", "unclip-image-variation"}
 PLAIN_DIFFERS = {
     ("easy-animate-inpaint", "*"): "passes a CPU generator to a device tensor, which torch rejects on every device",
-    ("attend-and-excite", "*"): "needs gradients, which virtual devices do not have through attention",
+    ("attend-and-excite", "*"): "needs gradients through attention, which virtual devices do not support",
     ("wuerstchen-prior", "mps"): _UNINITIALIZED,
     ("wuerstchen-combined", "mps"): _UNINITIALIZED,
     ("stable-diffusion-self-attention-guidance", "mps"): _UNINITIALIZED,
     ("unclip", "mps"): "diffusers selects another interpolation mode on mps",
     ("unclip-image-variation", "mps"): "diffusers selects another interpolation mode on mps",
 }
-"""Recipes with another image than the CPU's in plain diffusers, and the reason. One that matches is a failure too."""
+"""Recipes that fail or differ from the CPU in plain diffusers, with the reason. A match is an error too."""
 
 
 def find_cpu_images(chosen: Sequence[Recipe], kept: Kept) -> dict[str, Any]:
-    """Return cached images, also of the recipe tests, and compute the missing ones in one process."""
+    """Return the cached images, which the recipe tests cache too; compute missing images in one process."""
     images = {recipe.name: kept.find(f"picture-{recipe.name}") for recipe in chosen}
     missing = [recipe for recipe in chosen if images[recipe.name] is None]
     computed = run_on_cpu(missing) if missing else {}

@@ -1,4 +1,4 @@
-"""Pages of the chart and the report in a real browser, and their content without one."""
+"""The chart and report pages in a real browser, and their content without a browser."""
 
 import json
 import re
@@ -47,7 +47,7 @@ NAMES = {
 
 
 def make_document() -> dict[str, Any]:
-    """Return a chart of five pipelines on two devices. Placed, all work on neuron and two fail on mps."""
+    """Return a chart of five pipelines on two devices. When placed, all work on neuron and two fail on mps."""
     on_mps = {"unclip": ChartCell("mps", WRONG, WRONG), "beta": ChartCell("mps", STOPS, STOPS)}
     lines = tuple(
         ChartRow(
@@ -100,7 +100,7 @@ def browser() -> Iterator[Chrome]:
 
 
 class Page:
-    """The chart in the browser, used like a person would."""
+    """The chart page in a browser, with the actions of a user."""
 
     def __init__(self, chrome: Chrome, address: str, width: int) -> None:
         self.chrome = chrome
@@ -228,7 +228,7 @@ def test_the_chart_works_with_the_keyboard_only(chart: Page) -> None:
     chart.press(Keys.ENTER)
     assert chart.text("#panel-title") == "beta"
     chart.press(Keys.ARROW_LEFT)
-    assert "RuntimeError: <no> float64 & no way" in chart.text("#panel"), "the panel follows"
+    assert "RuntimeError: <no> float64 & no way" in chart.text("#panel"), "the panel shows the selected cell"
     chart.wait_for_hash("cell=beta%40mps")
     chart.press(Keys.ESCAPE, "/", "wan")
     assert chart.rows() == ["delta"]
@@ -289,10 +289,10 @@ def read_data(page: str) -> Any:
 def test_the_embedded_data_can_be_read_back() -> None:
     document = make_document()
     page = write_page(document)
-    seen = read_data(page)
-    assert seen["sites"] == document["sites"]
-    assert seen["lines"][0] == document["lines"][0]
-    assert NASTY in [code for _, _, code in seen["sites"]]
+    data = read_data(page)
+    assert data["sites"] == document["sites"]
+    assert data["lines"][0] == document["lines"][0]
+    assert NASTY in [code for _, _, code in data["sites"]]
     assert page.count("</script>") == 3, "the tag in the data is escaped"
     assert "\u2028" not in page
 

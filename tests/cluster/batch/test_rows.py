@@ -118,7 +118,7 @@ def test_a_folder_of_version_0_1_continues_with_its_folder_of_pictures(tmp_path:
 
 
 def test_an_empty_folder_of_pictures_without_a_run_can_be_used(tmp_path: Path) -> None:
-    """Version 0.1 left it when the disk was full."""
+    """Version 0.1 left such a folder when the disk was full."""
     (tmp_path / "pictures").mkdir()
     with OutputFolder(tmp_path, RUN) as folder:
         folder.add_image(row(1), image_content(), {})
@@ -235,6 +235,6 @@ def test_a_full_disk_is_reported_and_the_folder_can_be_used_again(tmp_path: Path
             return error.message
         return ""
 
-    assert f"cannot write {out / 'manifest.jsonl'}" in call_in_fork(fill_later), "not the error of closing the file"
+    assert f"cannot write {out / 'manifest.jsonl'}" in call_in_fork(fill_later), "not the error from closing the file"
     with OutputFolder(out, RUN) as folder:
         assert folder.find_unfinished([row(1)]) == [row(1)]

@@ -15,7 +15,7 @@ from anyaccel.errors import AnyaccelError, ModelError, UsageError
 from anyaccel.progress import ProgressListener
 
 Behavior = Callable[[int, BatchRow, int], str | None]
-"""Outcome for a worker, row and attempt: None is an image, "dies" the death of the worker, any other text an error."""
+"""Outcome for a worker, row and attempt: None for an image, "dies" if the worker dies, any other text for an error."""
 
 
 class ScriptedPool:

@@ -109,7 +109,7 @@ def test_workers_and_the_main_process_may_die(tmp_path: Path, reference: Path, m
     assert workers
     for worker in workers:
         worker.wait(120)  # workers end with the main process
-    (out / "images" / ".anyaccel-0123456789abcdef.tmp").write_bytes(b"half")  # a killed process may leave it
+    (out / "images" / ".anyaccel-0123456789abcdef.tmp").write_bytes(b"half")  # left by a killed process
     second = start_batch(rows, out, "--model", model, "--workers", "2", "--json")
     output, errors = second.communicate(timeout=400)
     assert second.returncode == 0, errors
@@ -123,7 +123,7 @@ def test_workers_and_the_main_process_may_die(tmp_path: Path, reference: Path, m
 @pytest.mark.parametrize("terminated", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_interrupted_batch_says_how_to_resume(terminated: bool, tmp_path: Path, model: str) -> None:
     out = tmp_path / "out"
-    rows = 40 * ROWS  # more than finish before the signal, even on a busy machine
+    rows = 40 * ROWS  # too many to finish before the signal is sent
     batch = start_batch(write_rows(tmp_path / "rows.jsonl", rows), out, "--model", model)
     wait_for(out, 2)
     batch.send_signal(signal.SIGTERM if terminated else signal.SIGINT)
@@ -217,7 +217,7 @@ def test_help_shows_only_the_new_name_of_rows_per_call() -> None:
 
 @pytest.mark.long
 def test_batch_on_ray(tmp_path: Path, model: str) -> None:
-    """Runs on a local cluster. Dying workers and nodes are covered by the slow test below."""
+    """Run on a local cluster. The slow test below kills workers and nodes."""
     rows, out = write_rows(tmp_path / "rows.jsonl", 3), tmp_path / "out"
     batch = start_batch(rows, out, "--model", model, "--ray", "local", "--workers", "1")
     output, errors = batch.communicate(timeout=600)

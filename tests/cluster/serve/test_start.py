@@ -88,7 +88,7 @@ def test_killing_a_replica_under_load_loses_no_job_and_no_image(tmp_path: Path, 
 
 
 def _check_previews_edits_and_cancellation(live: Live) -> None:
-    """Check features that need messages of the replicas."""
+    """Check features that depend on messages from the replicas."""
     client = live.openai()
     events = list(
         client.images.generate(
@@ -146,7 +146,7 @@ def list_processes(live: Live) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_folder")
 def test_different_devices_in_one_pool_generate_the_same_image(tmp_path: Path, tiny: str) -> None:
-    """Slow, since three virtual devices start at the same time, each with its own torch."""
+    """Slow: three virtual devices start at the same time, and each one imports torch."""
     devices = {"mps", "hpu", "neuron"}
     live = Live(
         tmp_path / "data", f"tiny={tiny}", "--ray", "local", "--dtype", "float32", "--sizes", "64x64",
@@ -195,7 +195,7 @@ def test_a_real_cluster_separates_shapes_and_checks_device_groups() -> None:
     groups = result["groups"]
     assert groups["auto None"] == [["cpu", 1, False, 4]]
     assert groups["cpu 2"] == [["cpu", 2, False, 4]]
-    assert groups["cpu auto"] == [["cpu", 2, True, 4]], "from one replica to all"
+    assert groups["cpu auto"] == [["cpu", 2, True, 4]], "scales from one replica to all slots"
     assert groups["virtual:mps virtual:hpu,count=8 4"] == [
         ["virtual:mps", 4, False, 1],
         ["virtual:hpu,count=8", 4, False, 4],
