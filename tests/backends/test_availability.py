@@ -94,7 +94,7 @@ def test_error_of_failing_software_is_quoted() -> None:
     device = check("npu", machine, "ImportError: libhccl.so: cannot open shared object file")
     assert (
         device.reason
-        == "the required software is installed but fails: ImportError: libhccl.so: cannot open shared object file"
+        == "the required software is installed but raises an error: ImportError: libhccl.so: cannot open shared object file"
     )
     assert not device.available
 

@@ -58,7 +58,9 @@ def show_devices(
     With --verify, the exit status is 1 if the device contradicts its sheet or an image is wrong.
     """
     if report and (name or as_json):
-        raise UsageError("--report cannot be combined with NAME or --json", hint="use `anyaccel devices --report`")
+        raise UsageError(
+            "--report cannot be combined with NAME or --json", hint="use `anyaccel devices --report` without them"
+        )
     if verify:
         from anyaccel.cli.verify import VerifyOptions, verify_device
 
@@ -68,7 +70,7 @@ def show_devices(
     elif output or signed_off_by or pipelines != "few" or quick or jobs is not None or force:
         raise UsageError(
             "--output, --signed-off-by, --pipelines, --quick, --jobs and --force require --verify",
-            hint="use `anyaccel devices NAME --verify`",
+            hint="add --verify: `anyaccel devices NAME --verify`",
         )
     elif name is not None:
         device_sheet, device = sheet(name), find_device(name)
