@@ -89,11 +89,19 @@ def test_valid_strings(device: object, expected: dict[str, object]) -> None:
         ("virtual:mps,strict=1", "unknown option 'strict=1'", "strict"),
         ("virtual:mps,strict,strict", "duplicate option strict", "set strict only once"),
         ("virtual:mps,memory=1GiB,memory=2GiB", "duplicate option memory", "set memory only once"),
-        ("virtual:gaudi2,memory=1GiB", "the memory size of gaudi2 is fixed", "use virtual:gaudi2, or virtual:hpu,memory=1GiB"),
+        (
+            "virtual:gaudi2,memory=1GiB",
+            "the memory size of gaudi2 is fixed",
+            "use virtual:gaudi2, or virtual:hpu,memory=1GiB",
+        ),
         ("virtual:mps,memory=lots", "'lots' is not a valid memory size", "16GiB"),
         ("virtual:mps,count=0", "must be between 1 and 999, not 0", "count=2"),
         ("virtual:mps,count=-1", "must be between 1 and 999, not -1", "count=2"),
-        ("virtual:neuron:2,count=2", "index 2 in virtual:neuron:2,count=2 is out of range: the device count is 2", "neuron:1"),
+        (
+            "virtual:neuron:2,count=2",
+            "index 2 in virtual:neuron:2,count=2 is out of range: the device count is 2",
+            "neuron:1",
+        ),
         ("nueron", "unknown device 'nueron'", "did you mean neuron?"),
         ("virtual:nueron", "unknown device 'nueron'", "did you mean neuron?"),
         ("trainum", "unknown device 'trainum'", "did you mean trainium?"),
@@ -184,9 +192,13 @@ def test_errors_name_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_specs_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="cpu:16GiB includes a memory size, but the memory of a real device cannot be changed"):
+    with pytest.raises(
+        UsageError, match="cpu:16GiB includes a memory size, but the memory of a real device cannot be changed"
+    ):
         anyaccel.open_device("cpu:16GiB")
-    with pytest.raises(DeviceUnavailableError, match="the virtual device virtual:hpu has not been started in this process"):
+    with pytest.raises(
+        DeviceUnavailableError, match="the virtual device virtual:hpu has not been started in this process"
+    ):
         anyaccel.open_device("virtual:hpu")
     assert not anyaccel.is_available("virtual:hpu")
     opened = anyaccel.open_device("cpu")

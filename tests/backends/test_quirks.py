@@ -58,6 +58,7 @@ def test_misspelled_quirk_raises_when_the_sheet_is_defined() -> None:
     assert "did you mean float32_attention?" in caught.value.hint
     assert make_quirk("rattles", information_only=True).information_only
     with pytest.raises(
-        UsageError, match="the quirk 'float32_attention' cannot have information_only=True: anyaccel has code that handles it"
+        UsageError,
+        match="the quirk 'float32_attention' cannot have information_only=True: anyaccel has code that handles it",
     ):
         make_quirk("float32_attention", information_only=True)

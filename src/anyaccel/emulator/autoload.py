@@ -43,9 +43,11 @@ def _start(request: str) -> None:
 
     spec = DeviceSpec.parse(VIRTUAL_PREFIX + request, load_registry(), f" (from {VARIABLE})")
     if spec.index is not None:
+        count = spec.index or 2
         raise UsageError(
             f"{VARIABLE}={request!r} includes a device index, but the variable accepts only a device count",
-            hint=f"use {VARIABLE}={spec.name},count={spec.index or 2} to start {spec.index or 2} devices",
+            hint=f"use {VARIABLE}={spec.name},count={count} to start {count} devices, "
+            f"and {spec.name}:{count - 1} for the last one",
         )
     path = _find_ledger_path()
     accelerator = start(spec.name, spec.count or 1, spec.product or spec.memory, spec.strict)

@@ -172,7 +172,7 @@ def test_a_device_that_is_not_available_is_reported_and_the_others_continue(tmp_
     )
     summary, listener, _ = run_batch(tmp_path, pool, rows(4))
     assert summary.done == 4
-    assert "worker 1 cannot start" in listener.warnings[0]
+    assert "worker 1 failed to start" in listener.warnings[0]
 
 
 def test_workers_that_never_start_end_the_batch(tmp_path: Path) -> None:
