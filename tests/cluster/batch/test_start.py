@@ -157,7 +157,7 @@ def test_a_failed_row_is_reported_and_the_others_finish(tmp_path: Path, model: s
     [
         ("{", [], "line 1: not valid JSON"),
         ('{"prompt": "x"}', ["--workers", "999"], "999 workers requested, but there "),
-        ('{"prompt": "x"}', ["--device", "virtual:hpu,count=2", "--workers", "3"], "there are 2 hpu devices"),
+        ('{"prompt": "x"}', ["--device", "virtual:hpu,count=2", "--workers", "3"], "there are only 2 hpu devices"),
         ('{"prompt": "x"}', ["--model", "no/such/folder/here"], "no/such/folder/here"),
         ('{"prompt": "x"}', ["--speed", "warp"], "speed must be one of"),
         ('{"prompt": "x"}', ["--device", "virtual:nope"], "unknown device 'nope'"),

@@ -46,7 +46,7 @@ def test_a_number_after_a_virtual_device_is_an_index() -> None:
         return make("virtual:neuron:3").plan.device, caught.value.hint
 
     assert run_forked("neuron", use, count=4) == ("neuron:3", "use neuron:3 or lower")
-    with pytest.raises(UsageError, match="index 3 in .* is out of range: the device count is 1") as caught:
+    with pytest.raises(UsageError, match=r"index 3 in .* is out of range: the device count is 1") as caught:
         make("virtual:neuron:3")
     assert caught.value.hint == "use virtual:neuron,count=3 for 3 devices, and neuron:2 for the last one"
 
