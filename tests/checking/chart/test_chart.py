@@ -164,10 +164,7 @@ def test_a_pipeline_that_kills_its_process_does_not_affect_others() -> None:
 
 
 def test_two_charts_cannot_write_the_same_file(tmp_path: Path) -> None:
-    with (
-        _lock_checkpoint(tmp_path / "chart.json"),
-        pytest.raises(AnyaccelError, match="another process is saving a chart"),
-    ):  # noqa: SIM117
+    with _lock_checkpoint(tmp_path / "chart.json"), pytest.raises(AnyaccelError, match="another process"):  # noqa: SIM117
         with _lock_checkpoint(tmp_path / "chart.json"):
             pass
     with _lock_checkpoint(tmp_path / "chart.json"):

@@ -41,7 +41,7 @@ def test_to_accepts_every_spelling_of_a_device() -> None:
 
 def test_a_number_after_a_virtual_device_is_an_index() -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[str, str]:
-        with pytest.raises(DeviceUnavailableError, match="neuron:4 is not available: this process has 4") as caught:
+        with pytest.raises(DeviceUnavailableError, match=r"neuron:4 is not available: .* has only 4") as caught:
             make("virtual:neuron:4")
         return make("virtual:neuron:3").plan.device, caught.value.hint
 
