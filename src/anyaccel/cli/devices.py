@@ -58,9 +58,7 @@ def show_devices(
     With --verify, the exit status is 1 if the device contradicts its sheet or an image is wrong.
     """
     if report and (name or as_json):
-        raise UsageError(
-            "--report cannot be combined with NAME or --json", hint="use `anyaccel devices --report` without them"
-        )
+        raise UsageError("--report cannot be combined with NAME or --json", hint="use `anyaccel devices --report`")
     if verify:
         from anyaccel.cli.verify import VerifyOptions, verify_device
 
