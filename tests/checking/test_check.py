@@ -159,8 +159,8 @@ def test_a_placed_modular_pipeline_passes() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("make_exit", r"make_exit fails: SystemExit: 0 \(.*failing.py:13\)"),
-        ("make_raise", r"make_raise fails: ValueError: in make \(.*failing.py:18\)"),
+        ("make_exit", r"make_exit raised an error: SystemExit: 0 \(.*failing.py:13\)"),
+        ("make_raise", r"make_raise raised an error: ValueError: in make \(.*failing.py:18\)"),
         ("make_that_fails_on_the_cpu", r"fails on the CPU: KeyError: 'boom' \(.*failing.py:23\)"),
     ],
 )

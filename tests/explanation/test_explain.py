@@ -213,7 +213,7 @@ def test_an_unavailable_device_becomes_its_smallest_product() -> None:
         (SD, {"device": "mps:64"}, UnknownDeviceError, "did you mean mps:64GiB?"),
         (SD, {"device": "cuda:80"}, UnknownDeviceError, "did you mean cuda:80GiB?"),
         (SD, {"device": "cuda:24.5"}, UsageError, "did you mean cuda:24.5GiB?"),
-        (SD, {"device": "gaudi2:16GiB"}, UsageError, "gaudi2 has a fixed memory size(.|\n)*hpu:16GiB"),
+        (SD, {"device": "gaudi2:16GiB"}, UsageError, "the memory size of gaudi2 is fixed(.|\n)*hpu:16GiB"),
         (SD, {"device": "gaudi2:16"}, UsageError, "hpu:16GiB"),
         (SD, {"device": "virtual:hpu"}, UsageError, "--device hpu"),
         (SD, {"device": "h200", "width": 0}, UsageError, "pixels"),

@@ -67,7 +67,7 @@ def show_chart(
     for path in (html, markdown, checkpoint):
         if path and not path.absolute().parent.is_dir():
             folder = path.absolute().parent
-            raise UsageError(f"the folder {folder} does not exist", hint=f"mkdir -p {folder}")
+            raise UsageError(f"the folder {folder} does not exist", hint=f"create it with `mkdir -p {folder}`")
     # One process per core: more threads would only compete. torch reads the variable when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from anyaccel.checking.chart.chart import find_families
@@ -132,10 +132,14 @@ def _read_checkpoint(
         return (), 0.0
     saved = read_chart(checkpoint)
     # A chart has one list of versions and devices, so rows of other versions cannot be added to it.
-    if saved.environment.get("versions") != environment["versions"] or saved.devices != tuple(devices):
+    difference = ""
+    if saved.devices != tuple(devices):
+        difference = f"the devices {', '.join(saved.devices)}, not {', '.join(devices)}"
+    elif saved.environment.get("versions") != environment["versions"]:
+        difference = "other package versions than those installed"
+    if difference:
         raise UsageError(
-            f"{checkpoint} was saved with different package versions or devices",
-            hint="delete it, or pass a different file to --keep",
+            f"{checkpoint} was saved with {difference}", hint="delete the file, or pass a different file to --keep"
         )
     return saved.rows, saved.seconds
 
@@ -148,7 +152,7 @@ def _lock_checkpoint(checkpoint: Path | None) -> AbstractContextManager[object]:
     # process would create and lock a new one.
     return lock_file(
         checkpoint.with_name(f".{checkpoint.name}.lock"),
-        f"another chart is being saved to {checkpoint}",
+        f"another process is saving a chart to {checkpoint}",
         "wait until it finishes, or pass a different file to --keep",
     )
 

@@ -100,15 +100,17 @@ def check_pipeline(
         _check_hardware(target, device or ["auto"], dtype, _read_call(steps, size), as_json, others)
         return
     if dtype is not None:
-        raise UsageError("--dtype requires --real", hint="omit it: virtual devices are checked in float32")
+        raise UsageError(
+            "--dtype requires --real: virtual devices are checked in float32", hint="add --real, or omit --dtype"
+        )
     if device and all_devices:
-        raise UsageError("--device and --all cannot be combined", hint="omit one of them")
+        raise UsageError("--device and --all cannot be combined", hint="omit --device or --all")
     output_format = "json" if as_json else output_format
     if output_format not in _FORMATS:
-        raise UsageError(f"unknown format {output_format!r}", hint=nearest(output_format, _FORMATS))
+        raise UsageError(f"unknown value {output_format!r} for --format", hint=nearest(output_format, _FORMATS))
     if html and not html.absolute().parent.is_dir():
         folder = html.absolute().parent
-        raise UsageError(f"the folder {folder} does not exist", hint=f"mkdir -p {folder}")
+        raise UsageError(f"the folder {folder} does not exist", hint=f"create it with `mkdir -p {folder}`")
     modes = {"plain": plain, "strict": strict, "compile": compiled}
     report = _check_virtual(target, device or ["all"], baseline, modes, _read_call(steps, size))
     # Printed before the page is written: a full disk must not hide the result.
@@ -151,8 +153,10 @@ def _check_hardware(
     target: str, devices: list[str], dtype: str | None, call: dict[str, Any], as_json: bool, others: dict[str, Any]
 ) -> None:
     conflict = next((name for name, value in others.items() if value), None)
-    if conflict or len(devices) > 1:
-        raise UsageError(f"--real cannot be combined with {conflict or 'several devices'}", hint="omit one of them")
+    if conflict:
+        raise UsageError(f"--real cannot be combined with {conflict}", hint=f"omit --real or {conflict}")
+    if len(devices) > 1:
+        raise UsageError(f"--real checks one device, not {len(devices)}", hint=f"pass only --device {devices[0]}")
     from anyaccel.checking.on_hardware import check_on_hardware, describe_hardware_report
 
     report = check_on_hardware(target, devices[0], dtype=dtype, on_message=Display().print_line, **call)

@@ -201,11 +201,11 @@ def test_a_real_cluster_separates_shapes_and_checks_device_groups() -> None:
         ["virtual:hpu,count=8", 4, False, 4],
     ]
     for options, message in {
-        "cpu 3": "3 workers on cpu requested, but the cluster has 2 slots",
-        "virtual:hpu 9": "the cluster has 8 slots",
-        "npu None": "Ray resource NPU",
-        "mlu 1": "Ray resource mlu",
-        "hpu:3 None": "Ray assigns the devices",
+        "cpu 3": "3 workers on cpu devices requested, but the cluster has resources for only 2",
+        "virtual:hpu 9": "the cluster has resources for only 8",
+        "npu None": "Ray resource 'NPU'",
+        "mlu 1": "Ray resource 'mlu'",
+        "hpu:3 None": "Ray assigns the device indices",
         "cpu cpu None": "--device cpu is given more than once",
     }.items():
         assert message in groups[options]
@@ -286,8 +286,8 @@ def run_serve(*options: str) -> Any:
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
-        (("--replicas", "2"), 2, "require Ray"),
-        (("--device", "cpu", "--device", "virtual:hpu"), 2, "require Ray"),
+        (("--replicas", "2"), 2, "--replicas requires --ray"),
+        (("--device", "cpu", "--device", "virtual:hpu"), 2, "more than one --device requires --ray"),
         (("--ray", "here"), 2, "not a valid Ray cluster address"),
         (("--ray", "ray://127.0.0.1:10001"), 2, "Ray Client"),
         (("--ray", "127.0.0.1:9"), 3, "cannot reach a Ray cluster at 127.0.0.1:9"),
