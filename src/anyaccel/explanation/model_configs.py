@@ -38,14 +38,18 @@ def find_model(model: str | os.PathLike[str], revision: str | None = None) -> Mo
             )
         return read_model_folder(path)
     if path.exists():
-        raise ModelError(f"{text} is a file, not a pipeline folder", hint="pass a folder that contains model_index.json")
+        raise ModelError(
+            f"{text} is a file, not a pipeline folder", hint="pass a folder that contains model_index.json"
+        )
     # The bundled configs belong to one revision, so another one needs the network.
     bundled = find_bundled_configs(text) if revision is None else None
     if bundled is not None:
         return read_model_folder(bundled)
     # A misspelled path must not become a request to the hub.
     if text.startswith((".", "/", "~")) or text.count("/") != 1:
-        raise ModelError(f"{text} is neither an existing folder nor a hub id", hint=nearest(text, [NAME, *list_bundled_models()]))
+        raise ModelError(
+            f"{text} is neither an existing folder nor a hub id", hint=nearest(text, [NAME, *list_bundled_models()])
+        )
     return read_model_folder(_download_configs(text, revision))
 
 
@@ -65,8 +69,12 @@ def _download_configs(name: str, revision: str | None) -> Path:
     except Exception as error:  # the hub, the network and the file system raise many kinds of errors
         raise ModelError(
             f"cannot download the config files of {name}: {first_line(error)}",
-            hint=f"check the model name and the network connection; models available offline: {', '.join(list_bundled_models())}",
+            hint="check the model name and the network connection; models available offline: "
+            f"{', '.join(list_bundled_models())}",
         ) from error
     if not (Path(folder) / "model_index.json").is_file():
-        raise ModelError(f"{name} is not a pipeline: it has no model_index.json", hint="pass the hub id of a diffusers pipeline, such as stable-diffusion-v1-5/stable-diffusion-v1-5")
+        raise ModelError(
+            f"{name} is not a pipeline: it has no model_index.json",
+            hint="pass the hub id of a diffusers pipeline, such as stable-diffusion-v1-5/stable-diffusion-v1-5",
+        )
     return Path(folder)

@@ -113,7 +113,8 @@ def _format_tensor_note(target: DeviceTarget, facts: PipelineFacts, measure: Mea
         if resident or count == counts[-1]:
             break
     weights = f"each rank holds {readable(rank.weights_bytes)} of {readable(total.weights_bytes)} of weights"
-    return f"parallel='tensor:{count}': {weights}, which {'fits' if resident else 'still does not fit'} with memory='resident'"
+    outcome = "fits" if resident else "still does not fit"
+    return f"parallel='tensor:{count}': {weights}, which {outcome} with memory='resident'"
 
 
 def _format_context_note(target: DeviceTarget, facts: PipelineFacts, measure: Measure, tokens: int) -> str:

@@ -20,7 +20,9 @@ __all__ = ["check_image_call", "find_default", "find_missing_image", "list_param
 _OUTPUT_FIELDS = ("images", "image")
 # Names that pipeline calls use for an input image.
 _INPUT_IMAGES = ("image", "control_image", "mask_image")
-_USE_PYTHON = "in Python, load it with anyaccel.DiffusionPipeline.from_pretrained(model), then call pipe.to(device) and pipe(…)"
+_USE_PYTHON = (
+    "in Python, load it with anyaccel.DiffusionPipeline.from_pretrained(model), then call pipe.to(device) and pipe(…)"
+)
 
 
 def check_image_call(pipe: Any, call: Mapping[str, Any]) -> None:

@@ -94,7 +94,8 @@ def read_metadata(path: str | os.PathLike[str]) -> tuple[ImageMetadata, ...]:
     if text is None:
         raise UsageError(
             f"{path} contains no generation metadata",
-            hint="use the original file written by anyaccel; image editors and messaging apps often remove the metadata",
+            hint="use the original file written by anyaccel; image editors and messaging apps often remove the "
+            "metadata",
         )
     try:
         return read_document(text)
@@ -128,7 +129,9 @@ def _read_document_text(path: Path) -> str | None:
         ) from error
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UsageError(f"cannot read {path}: {reason}", hint="check the path and the permissions of the file") from error
+        raise UsageError(
+            f"cannot read {path}: {reason}", hint="check the path and the permissions of the file"
+        ) from error
     except (ValueError, SyntaxError, Image.DecompressionBombError) as error:  # raised by Pillow for damaged files
         raise UsageError(f"{path} is corrupted: {error}", hint="copy or download the file again") from error
     if isinstance(record, bytes):

@@ -85,7 +85,8 @@ class ImageMetadata:
         """
         if self.unrecorded:
             raise UsageError(
-                f"the image was generated with arguments that its metadata does not include: {', '.join(self.unrecorded)}",
+                "the image was generated with arguments that its metadata does not include: "
+                f"{', '.join(self.unrecorded)}",
                 hint="call anyaccel.generate in Python and pass these arguments again",
             )
         own = {

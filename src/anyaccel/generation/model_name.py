@@ -47,7 +47,7 @@ def resolve_model(model: str | os.PathLike[str] | None = None, revision: str | N
     if not isinstance(model, str | os.PathLike | None):
         raise UsageError(
             f"the model must be a string, a path or None, not {model!r:.60}",
-            hint="pass a hub id, a folder, or None for the embedded model"
+            hint="pass a hub id, a folder, or None for the embedded model",
         )
     text = NAME if model is None else os.fspath(model)
     if not text.strip():

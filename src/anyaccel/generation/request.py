@@ -73,7 +73,7 @@ def make_request(
     if not isinstance(negative, str):
         raise UsageError(
             f"negative_prompt must be one string for all images, not {negative!r:.60}",
-            hint='for example negative_prompt="blurry"'
+            hint='for example negative_prompt="blurry"',
         )
     _check_text("negative_prompt", negative)
     resolved = resolve_model(model, revision)
@@ -118,7 +118,9 @@ def _check_text(name: str, text: str) -> str:
         # Python decodes invalid bytes on the command line to lone surrogates, which UTF-8 files cannot contain.
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"{name} is not valid Unicode: {text!r:.60}", hint="pass text that is encoded as UTF-8") from error
+        raise UsageError(
+            f"{name} is not valid Unicode: {text!r:.60}", hint="pass text that is encoded as UTF-8"
+        ) from error
     return text
 
 

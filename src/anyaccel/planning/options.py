@@ -160,7 +160,9 @@ def _check_booleans(options: PlacementOptions) -> None:
         # Annotations are strings here, because of `from __future__ import annotations`.
         is_default = field.type == "bool | None" and value is None
         if field.type in ("bool", "bool | None") and not isinstance(value, bool) and not is_default:
-            raise UsageError(f"{field.name} must be True or False, not {value!r}", hint=f"for example {field.name}=True, or omit it")
+            raise UsageError(
+                f"{field.name} must be True or False, not {value!r}", hint=f"for example {field.name}=True, or omit it"
+            )
 
 
 def _check_dtypes(options: PlacementOptions) -> None:

@@ -163,7 +163,9 @@ def _find_problem(split: Split, sheet: Sheet, facts: PipelineFacts, ranks: Ranks
         reason = f"guidance has two branches, one per process, but {split.ranks} processes are running"
         return None if split.ranks == _CFG_RANKS else (reason, f"start the program with {torchrun_command(_CFG_RANKS)}")
     if split.strategy == "tensor" and sheet.torch_name not in ranks.tensor_types:
-        reason = f"diffusers supports tensor parallelism only on {', '.join(ranks.tensor_types)}, not on {sheet.torch_name}"
+        reason = (
+            f"diffusers supports tensor parallelism only on {', '.join(ranks.tensor_types)}, not on {sheet.torch_name}"
+        )
         if not ranks.tensor_types:
             reason = "the installed diffusers does not support tensor parallelism"
         return reason, "try parallel='context', which splits the sequence instead of the weights"
@@ -177,7 +179,10 @@ def _find_problem(split: Split, sheet: Sheet, facts: PipelineFacts, ranks: Ranks
 def _find_model_problem(model: ComponentFacts, split: Split) -> tuple[str, str] | None:
     if split.strategy not in model.splits:
         other = next((strategy for strategy in model.splits if strategy != split.strategy), "cfg")
-        return f"diffusers has no {_PLAN_NAMES[split.strategy]} plan for {model.kind}", f"try parallel={other!r} instead"
+        return (
+            f"diffusers has no {_PLAN_NAMES[split.strategy]} plan for {model.kind}",
+            f"try parallel={other!r} instead",
+        )
     if model.quantized and split.strategy == "tensor":
         return f"the weights of {model.name} are quantized and cannot be split", "load the model without quantization"
     # diffusers' Ulysses attention and its tensor plans both split the heads evenly over the ranks.
@@ -192,7 +197,9 @@ def _reject_rank_local_options(options: PlacementOptions) -> None:
     """Raise UsageError for options that could make ranks run different operations and deadlock."""
     for name in ("compile", "capture"):
         if getattr(options, name) is True:
-            raise UsageError(f"{name}=True is not supported with parallel={options.parallel!r}", hint=f"omit {name} or parallel")
+            raise UsageError(
+                f"{name}=True is not supported with parallel={options.parallel!r}", hint=f"omit {name} or parallel"
+            )
     if options.speed != "exact":
         raise UsageError(
             f"speed={options.speed!r} is not supported with parallel={options.parallel!r}",
@@ -204,7 +211,8 @@ def _reject_offloading(split: Split, options: PlacementOptions) -> None:
     # Sharded weights must stay on the device of their rank.
     if split.strategy == "tensor" and options.memory not in (None, "resident"):
         raise UsageError(
-            f"memory={options.memory!r} is not supported with parallel={options.parallel!r}: split weights cannot be offloaded",
+            f"memory={options.memory!r} is not supported with parallel={options.parallel!r}: split weights cannot be "
+            "offloaded",
             hint="omit memory; each rank holds only its share of the weights",
         )
 

@@ -55,10 +55,14 @@ _LEVELS = {
         2,
         0.25,
         4,
-        "40 dB PSNR relative to speed='exact' at 8 steps and 32 dB at 4; an automatic check recognizes the object in every image",
+        "40 dB PSNR relative to speed='exact' at 8 steps and 32 dB at 4; an automatic check recognizes the object in "
+        "every image",
     ),
     "draft": StepSkipping(
-        3, 0.0, 4, "32 dB PSNR relative to speed='exact' at 8 steps; an automatic check recognizes the object in every image"
+        3,
+        0.0,
+        4,
+        "32 dB PSNR relative to speed='exact' at 8 steps; an automatic check recognizes the object in every image",
     ),
 }
 
@@ -68,9 +72,7 @@ def choose_step_skipping(options: PlacementOptions) -> Decision[StepSkipping | N
     skipping = _LEVELS.get(options.speed)
     if skipping is None:
         return Decision(None, "speed='exact': every step runs the denoiser")
-    return Decision(
-        skipping, f"speed={options.speed!r}, measured on the embedded model: {skipping.cost} ({QUALITY})"
-    )
+    return Decision(skipping, f"speed={options.speed!r}, measured on the embedded model: {skipping.cost} ({QUALITY})")
 
 
 def choose_quantization(sheet: Sheet, options: PlacementOptions, dtype: str) -> Decision[str]:

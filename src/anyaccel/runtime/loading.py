@@ -97,7 +97,9 @@ def _call_diffusers(function: Callable[..., Any], model: str, options: dict[str,
         message = first_line(error)
         hint = f"check that the files in {model} are complete"
         if not Path(model).exists():
-            hint = "check the model name and the network connection; without a network, the model must be cached locally"
+            hint = (
+                "check the model name and the network connection; without a network, the model must be cached locally"
+            )
         raise ModelError(f"cannot load {model}: {message}", hint=hint) from error
 
 

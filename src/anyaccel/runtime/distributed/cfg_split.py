@@ -100,7 +100,8 @@ class _CfgSplit:
         if not self.warned and not self.disabled:
             self.warned = True
             _LOG.warning(
-                "anyaccel: parallel='cfg' cannot split a batch of %d, so both ranks do the same work: guidance is off, or "
+                "anyaccel: parallel='cfg' cannot split a batch of %d, so both ranks do the same work: guidance is "
+                "off, or "
                 "the pipeline runs the guidance branches one after the other",
                 rows,
             )
@@ -132,7 +133,7 @@ def _find_difference(whole: Any, joined: Any) -> str:
             difference, largest = float((expected - actual).abs().max()), float(expected.abs().max())
             # `not <=` instead of `>`, because NaN must count as a difference.
             if not difference <= _TOLERANCES.get(expected.dtype, _HALF_PRECISION_TOLERANCE) * max(largest, 1e-6):
-                return f"the output of the two halves differs by up to {difference:.2g}; the largest value is {largest:.2g}"
+                return f"the output of the two halves differs by up to {difference:.2g} at a maximum of {largest:.2g}"
     return ""
 
 

@@ -252,9 +252,7 @@ def _move(pipe: Any, placement: Placement, move: Any) -> None:
         if not following or placement.options.memory is not None:
             raise DoesNotFitError(
                 f"{type(pipe).__name__} does not fit on {placement.plan.device}: {reason}",
-                hint="omit memory, or use a device with more memory"
-                if placement.options.memory
-                else "use a device with more memory",
+                hint=f"{'omit memory, or ' if placement.options.memory else ''}use a device with more memory",
             )
         placement.weights_rule = placement.report.memory = Decision(MemoryRule(following[0]), reason)
 

@@ -51,7 +51,8 @@ def compile_components(
     placement.cache_dir = None if cache_dir is None else str(Path(cache_dir).expanduser().absolute())
     if placement.cache_dir and not rule.cache_variable:
         raise UsageError(
-            f"{placement.plan.title} does not support cache_dir={placement.cache_dir!r}: its compile cache cannot be moved",
+            f"{placement.plan.title} does not support cache_dir={placement.cache_dir!r}: its compile cache cannot be "
+            "moved",
             hint="omit cache_dir",
         )
     fullgraph = rule.fullgraph if fullgraph is None else fullgraph

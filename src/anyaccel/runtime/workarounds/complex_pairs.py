@@ -63,7 +63,8 @@ class ComplexPair(Tensor):
             return special(func, args, kwargs)
         if func.overloadpacket not in _PARTWISE:
             raise LimitError(
-                f"the device does not support complex dtypes, and anyaccel has no replacement for {func.overloadpacket}",
+                "the device does not support complex dtypes, and anyaccel has no replacement for "
+                f"{func.overloadpacket}",
                 hint="run the model on a different device, and report the model and the operation to anyaccel",
             )
         return _apply_to_parts(func, args, kwargs)
