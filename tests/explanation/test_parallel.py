@@ -72,5 +72,5 @@ def test_the_device_count_divides_the_heads() -> None:
 def test_an_impossible_split_raises() -> None:
     with pytest.raises(UsageError, match="no context-parallel plan for UNet2DConditionModel"):
         anyaccel.explain(SD, "gaudi2", parallel="context:2")
-    with pytest.raises(UsageError, match="parallel must be auto, cfg, tensor:N"):
+    with pytest.raises(UsageError, match="parallel must be 'auto', 'cfg', 'tensor'"):
         anyaccel.explain(SD, "gaudi2", parallel="both")

@@ -185,7 +185,7 @@ def test_command_line_settings_are_parsed_and_checked() -> None:
     assert (first.name, first.model, second.name, second.model) == ("embedded", "embedded", "big", "org/name")
     with pytest.raises(UsageError, match="duplicate model name"):
         read_served_names(["a=x", "a=y"])
-    with pytest.raises(UsageError, match="invalid LoRA"):
+    with pytest.raises(UsageError, match="not of the form NAME=PATH"):
         read_lora("ink")
 
 

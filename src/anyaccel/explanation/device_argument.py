@@ -44,7 +44,7 @@ def find_device_target(device: str) -> DeviceTarget:
     # `gaudi2:80` looks like a memory size without a unit, but the product already determines the memory.
     if spec.product is not None and spec.index is not None:
         raise UsageError(
-            f"{device!r} is not a valid device: the memory size of {spec.product} is fixed",
+            f"{device!r} is not a valid device: {spec.product} has a fixed memory size",
             hint=f"use {spec.product}, or {spec.name}:{spec.index}GiB for a device with {spec.index} GiB of memory",
         )
     if spec.product is not None:

@@ -63,7 +63,7 @@ class ComplexPair(Tensor):
             return special(func, args, kwargs)
         if func.overloadpacket not in _PARTWISE:
             raise LimitError(
-                "the device does not support complex dtypes, and anyaccel has no replacement for "
+                "the device does not support complex dtypes, and anyaccel has no real-valued replacement for "
                 f"{func.overloadpacket}",
                 hint="run the model on a different device, and report the model and the operation to anyaccel",
             )

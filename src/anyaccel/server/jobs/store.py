@@ -37,7 +37,7 @@ _VERSION = 1
 _MAX_ATTEMPTS = 2
 _DIED = {
     "code": "worker_died",
-    "message": "the worker or the service crashed twice while running this job",
+    "message": "the worker or the service died twice while running this job",
     "status": 500,
 }
 # Databases of version 0.1 use the same schema, so the columns keep their names. `asked` is `Job.request_digest`;
