@@ -32,7 +32,7 @@ def test_notes_describe_both_splits_for_flux_on_gaudi1() -> None:
     tensor, context = plan.forecast.notes[-2:]
     assert tensor == (
         "parallel='tensor' is not available: "
-        "diffusers supports tensor parallelism on cuda, neuron, tpu, xpu, not on hpu"
+        "diffusers supports tensor parallelism only on cuda, neuron, tpu, xpu, not on hpu"
     )
     assert context.startswith("parallel='context:8': each rank processes 576 of 4,608 tokens")
     assert "each rank holds all 31.4 GiB of weights" in context

@@ -51,7 +51,7 @@ def test_valid_values(text: str, expected: tuple[str, int | None]) -> None:
     "text", ["", "tensor:1", "tensor:0", "context:", "context:x", "cfg:3", "ring:2", "Auto", 2, True]
 )
 def test_other_values_raise(text: Any) -> None:
-    with pytest.raises(UsageError, match="parallel must be 'auto', 'cfg', .* or 'context:N'"):
+    with pytest.raises(UsageError, match=r"parallel must be 'auto', 'cfg', .* or 'context:N'"):
         read_options({"parallel": text})
 
 
@@ -111,8 +111,8 @@ def test_model_without_support_for_the_split(text: str, model: ComponentFacts, m
 
 def test_heads_must_be_divisible_by_the_ranks() -> None:
     error = expect_error("context", replace(FLUX, heads=30), ranks=Ranks(count=8))
-    assert "Flux has 30 attention heads, a number that is not divisible by 8" in error.message
-    assert error.hint == "parallel='context:6'"
+    assert "Flux has 30 attention heads, and 30 is not divisible by 8" in error.message
+    assert error.hint == "use parallel='context:6' with 6 processes"
 
 
 def test_every_denoiser_needs_a_plan() -> None:
@@ -123,7 +123,7 @@ def test_every_denoiser_needs_a_plan() -> None:
 
 def test_device_without_tensor_parallelism_in_diffusers() -> None:
     error = expect_error("tensor", FLUX, ranks=Ranks(count=2, tensor_types=("other",)))
-    assert "diffusers supports tensor parallelism on other, not on best" in error.message
+    assert "diffusers supports tensor parallelism only on other, not on best" in error.message
     assert "context" in error.hint
 
 

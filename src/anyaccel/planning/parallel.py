@@ -189,7 +189,10 @@ def _find_model_problem(model: ComponentFacts, split: Split) -> tuple[str, str] 
     if model.heads and model.heads % split.ranks:
         fewer = max(count for count in range(1, split.ranks) if model.heads % count == 0)
         hint = f"use parallel='{split.strategy}:{fewer}' with {fewer} processes" if fewer > 1 else "omit parallel"
-        return f"{model.kind} has {model.heads} attention heads, a number that is not divisible by {split.ranks}", hint
+        return (
+            f"{model.kind} has {model.heads} attention heads, and {model.heads} is not divisible by {split.ranks}",
+            hint,
+        )
     return None
 
 
