@@ -93,7 +93,7 @@ def check_residence(memory: str | None, *, unified_memory: bool) -> None:
     """
     if memory == "component" and unified_memory:
         raise UsageError(
-            "memory='component' saves no memory on this device, because the device and the CPU share the same memory",
+            "memory='component' saves no memory on this device, because the device shares memory with the CPU",
             hint="use memory='phase', which reads the models of each phase from disk, or omit memory",
         )
 

@@ -79,7 +79,7 @@ def load(path: Any, **options: Any) -> Any:
 def test_a_folder_without_a_pipeline_is_rejected_with_a_hint(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no model_index\.json") as caught:
         load(folder / "unet")
-    assert "pass its parent" in str(caught.value)
+    assert "pass the pipeline folder above it" in str(caught.value)
     with pytest.raises(ModelError, match=r"no model_index\.json") as caught:
         load(tmp_path)
     assert str(folder) in str(caught.value)
