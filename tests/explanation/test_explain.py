@@ -140,7 +140,7 @@ def test_invalid_folders_raise(tmp_path: Path) -> None:
 
     config, index = folder / "unet" / "config.json", folder / "model_index.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "block_out_channels": "hello"}))
-    expect_error(f"unet cannot be built from {config}: ValueError")
+    expect_error(f"cannot build unet from {config}: ValueError")
     config.unlink()
     expect_error(f"requires unet, but {folder / 'unet'} has no config.json")
     index.write_text(json.dumps({**json.loads(index.read_text()), "unet": [1, 2]}))
@@ -223,7 +223,7 @@ def test_an_unavailable_device_becomes_its_smallest_product() -> None:
         (SD, {"device": "mps:16GiB", "memory": "component"}, UsageError, "memory='phase'"),
         (SD, {"device": "h200", "dtype": "int8"}, UsageError, "float64, float32, bfloat16, float16"),
         ("", {"device": "h200"}, ModelError, "the model name is empty"),
-        ("/nowhere/model", {"device": "h200"}, ModelError, "neither a folder nor a hub id"),
+        ("/nowhere/model", {"device": "h200"}, ModelError, "neither an existing folder nor a hub id"),
         ("nobody/nothing-at-all", {"device": "h200"}, ModelError, "cannot download the config files"),
     ],
 )

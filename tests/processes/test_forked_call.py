@@ -56,7 +56,7 @@ def test_unpicklable_error_keeps_its_text() -> None:
 
 def test_killed_or_exited_child_is_reported_with_its_status() -> None:
     before = psutil.Process().children()
-    with pytest.raises(ProcessDiedError, match="the process of a probe died with status -9"):
+    with pytest.raises(ProcessDiedError, match="the process running a probe died with status -9"):
         call_in_fork(lambda: os.kill(os.getpid(), signal.SIGKILL), name="a probe")
     with pytest.raises(ProcessDiedError, match="died with status 7"):
         call_in_fork(lambda: os._exit(7))

@@ -139,7 +139,7 @@ def _translate_errors(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
             raise
         raise AnyaccelError(
             f"out of memory on {pipe.plan.device}: {first_line(error)}",
-            hint="use a smaller image size or a 16-bit dtype",
+            hint="use a smaller image size, or a 16-bit dtype such as bfloat16",
         ) from error
     except (TypeError, ValueError, AttributeError) as error:
         # Image-to-image pipelines accept None as an input image and fail later, with an unrelated message.
@@ -148,6 +148,6 @@ def _translate_errors(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
             name = plain_class(pipe).__name__
             raise UsageError(
                 f"{name} failed, probably because it requires an input image ({missing}): {first_line(error)}",
-                hint=f"use a text-to-image model, or pass {missing}= from Python",
+                hint=f"use a text-to-image model, or call the pipeline in Python with {missing}=…",
             ) from error
         raise

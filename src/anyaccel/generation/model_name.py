@@ -46,7 +46,8 @@ def resolve_model(model: str | os.PathLike[str] | None = None, revision: str | N
     """
     if not isinstance(model, str | os.PathLike | None):
         raise UsageError(
-            f"{model!r} is not a valid model", hint="pass a hub id, a folder, or None for the embedded model"
+            f"the model must be a string, a path or None, not {model!r:.60}",
+            hint="pass a hub id, a folder, or None for the embedded model",
         )
     text = NAME if model is None else os.fspath(model)
     if not text.strip():
@@ -62,7 +63,10 @@ def resolve_model(model: str | os.PathLike[str] | None = None, revision: str | N
         name = _abbreviate_home(path) if local else text
         resolved = ResolvedModel(kind=kind, name=name, source=str(path) if local else text, revision=revision)
     if revision is not None and resolved.kind != "hub":
-        raise UsageError(f"{resolved.name} is not a hub model and has no revisions", hint="omit the revision")
+        raise UsageError(
+            f"revision {revision!r} cannot be used with {resolved.name}, which is not a Hub model",
+            hint="omit the revision, or pass a hub id",
+        )
     return resolved
 
 

@@ -311,7 +311,8 @@ class _AutoPipeline:
 
     def __init__(self) -> None:
         raise UsageError(
-            f"{type(self).__name__} cannot be instantiated", hint=f"use {type(self).__name__}.from_pretrained(model)"
+            f"{type(self).__name__} cannot be instantiated directly",
+            hint=f"use {type(self).__name__}.from_pretrained(model)",
         )
 
     @classmethod

@@ -313,7 +313,8 @@ def find_guard_table(length: int) -> Any:
     except (OSError, ValueError) as error:
         raise VirtualDeviceError(
             f"torch {torch.__version__} does not export its table of device guards: {error}",
-            hint="virtual mps, hpu and xpu require torch for Linux; neuron, npu and mlu work on every system",
+            hint="virtual mps, hpu and xpu devices require torch for Linux; virtual neuron, npu and mlu devices work "
+            "everywhere",
         ) from error
 
 

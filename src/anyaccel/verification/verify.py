@@ -168,8 +168,9 @@ def _verify_virtual(
     device_sheet = sheet(name)
     if not can_fork():
         raise UsageError(
-            "a virtual device requires a forked process, but torch already uses several threads in this one",
-            hint=f"set OMP_NUM_THREADS=1 before torch is imported, or run: anyaccel devices virtual:{name} --verify",
+            f"cannot verify virtual:{name}: it must run in a forked process, but torch already uses several threads "
+            "in this one",
+            hint=f"set OMP_NUM_THREADS=1 before importing torch, or run `anyaccel devices virtual:{name} --verify`",
         )
 
     if names:

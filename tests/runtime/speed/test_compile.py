@@ -82,7 +82,7 @@ def test_one_graph_per_size_and_none_in_a_second_process(tmp_path: Path) -> None
     assert same_environment
     assert buckets == ("16 × 16, 1 image", "32 × 16, 1 image")
     [message] = messages
-    assert "compiling for a new size, 32 × 16, 1 image" in message
+    assert "compiling for the new size 32 × 16, 1 image" in message
     assert "16 × 16" in message
     assert len(list(tmp_path.glob("*.json"))) == 2
     assert run_forked("neuron", use_again) == (1, 0)

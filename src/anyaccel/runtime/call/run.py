@@ -259,7 +259,7 @@ class _ChunkRun:
         if self.placement.shared:
             raise NotFiniteError(
                 f"the image contains NaN or Inf: {non_finite[0]} produced them on {self.placement.plan.device}",
-                hint="run one call at a time: float32 retries are disabled while other calls use the model",
+                hint="run one call at a time; a call is retried in float32 only if no other call uses the model",
             )
         with find_first_non_finite(self.components) as failures:
             self._run_once()
@@ -281,9 +281,9 @@ class _ChunkRun:
                 self._report_float32(name, where)
                 return result
         raise NotFiniteError(
-            f"the image contains NaN or Inf, even when recomputed in float32: {where} is the first module that "
-            f"produces them, on {self.placement.plan.device} in {self.placement.plan.dtype.value}",
-            hint=f'check the weights of {name}, or compare with pipe.to("cpu")',
+            f"the image contains NaN or Inf, even when recomputed in float32: they first occur in {where}, "
+            f"on {self.placement.plan.device} in {self.placement.plan.dtype.value}",
+            hint=f'check the weights of {name} for NaN and Inf, or repeat the call after pipe.to("cpu") to compare',
         )
 
     def _cast(self, component: torch.nn.Module, dtype: torch.dtype, inputs: torch.dtype | None) -> None:

@@ -203,7 +203,7 @@ def import_entries(path: Path) -> tuple[int, int, list[str]]:
     except (tarfile.TarError, EOFError, OSError) as error:
         raise UsageError(
             f"{path} is not a valid cache archive: {error}",
-            hint="export it again with `anyaccel cache export` of this version",
+            hint="create it again with `anyaccel cache export` from the same version of anyaccel",
         ) from error
     imported, existing, rejected = 0, 0, []
     for name, content in contents.items():
@@ -229,7 +229,7 @@ def _read_members(archive: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
             raise tarfile.TarError(f"{member.name!r} is not a cache entry")
         total += member.size
         if total > _MAX_IMPORT_BYTES:
-            raise tarfile.TarError(f"the archive is larger than {_MAX_IMPORT_BYTES} bytes")
+            raise tarfile.TarError(f"its entries are larger than {_MAX_IMPORT_BYTES:,} bytes in total")
         content = archive.extractfile(member)
         yield member.name, b"" if content is None else content.read()
 

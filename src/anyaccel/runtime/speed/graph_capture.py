@@ -116,7 +116,7 @@ class GraphCapture:
         if module.training:
             return "the model is in training mode"
         if count_dispatch_modes() or _has_foreign_modes():
-            return "a torch mode is active"
+            return "another torch function or dispatch mode is active"
         return None
 
     def _run_or_replay(self, forward: Forward, args: Any, kwargs: Any) -> Any:
@@ -182,7 +182,7 @@ class GraphCapture:
         elif not _are_same(leaves, tree_flatten((args, kwargs))[0]):
             shape.failure = "the model modifies its arguments"
         # A large share of launch time means that replaying will help.
-        timing = f"kernel launches take {1e3 * (launched - start):.1f} of {1e3 * (done - start):.1f} ms"
+        timing = f"kernel launches take {1e3 * (launched - start):.1f} of the {1e3 * (done - start):.1f} ms of a run"
         self.status = shape.failure or timing
         return output
 

@@ -301,7 +301,7 @@ class ServedModel:
         if not self.settings.loras:
             return
         if not hasattr(self.pipe, "load_lora_weights"):
-            raise UsageError(f"{type(self.pipe).__name__} does not support LoRA", hint="remove --lora")
+            raise UsageError(f"{type(self.pipe).__name__} does not support LoRA", hint="omit --lora")
         for lora in self.settings.loras:
             self.pipe.load_lora_weights(lora.model, adapter_name=lora.name)
         # Adapters stay loaded but disabled: `_switch_adapter` enables one per group of calls.
