@@ -11,7 +11,7 @@ from selenium.webdriver.chrome.service import Service
 
 from tests.tools import find_browser
 
-__all__ = ["count_colours", "open_browser", "read_errors", "resize"]
+__all__ = ["count_colors", "open_browser", "read_errors", "resize"]
 
 FLAGS = (
     "--headless",
@@ -54,7 +54,7 @@ def read_errors(chrome: Chrome) -> list[str]:
     return [entry["message"] for entry in chrome.get_log("browser")]  # type: ignore[no-untyped-call]
 
 
-def count_colours(chrome: Chrome) -> int:
+def count_colors(chrome: Chrome) -> int:
     """Return the number of colors on the page. A blank page has one color, and plain text has few."""
     screenshot = Image.open(BytesIO(chrome.get_screenshot_as_png())).convert("RGB")
     return len(screenshot.getcolors(maxcolors=screenshot.width * screenshot.height) or ())

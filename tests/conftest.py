@@ -51,7 +51,7 @@ LIVE = tuple(
     )
 )  # fmt: skip
 """Test files that wait for processes, sockets or a browser and may time out on a busy machine. A failed test is retried
-once and listed in the summary (docs/decisions/0011-second-try.md). No other tests are retried."""
+once and listed in the summary (docs/decisions/0011-retrying-tests.md). No other tests are retried."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -100,7 +100,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         require_tool(tool)
 
 
-class Kept:
+class SharedCache:
     """Cache of named values that all pytest-xdist workers of a run share.
 
     There is no locking: if two workers need a value at the same time, both compute it.
@@ -120,12 +120,12 @@ class Kept:
 
 
 @pytest.fixture(scope="session")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> SharedCache:
     """Values that the workers of this run have already computed."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kept"
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared_cache"
     folder.mkdir(exist_ok=True)
-    return Kept(folder)
+    return SharedCache(folder)
 
 
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -13,7 +13,7 @@ from diffusers.utils import torch_utils
 
 import anyaccel
 from anyaccel.backends.claim import Claim, DtypeLimit, Effect, Evidence, Limit, RoundTrip, SizeLimit, Unknown, Yes
-from anyaccel.backends.evidence import FOLDER
+from anyaccel.backends.evidence_files import FOLDER
 from anyaccel.backends.registry import build_registry
 from anyaccel.backends.requirement import Requirement
 from anyaccel.backends.sheet import Compiler, Distributed, Sheet

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from anyaccel.checking.baseline import drop_known_findings, read_baseline
+from anyaccel.checking.accepted_findings import drop_known_findings, read_baseline
 from anyaccel.checking.ci_formats import as_github, as_sarif
 from anyaccel.checking.report import DeviceReport, Report, Violation
 from anyaccel.errors import UsageError

@@ -265,7 +265,7 @@ def test_the_measured_cost_of_half_precision_is_used(files: Path, run_cli_forked
 
 
 def test_a_verification_is_read_and_its_digest_is_right() -> None:
-    from anyaccel.backends.evidence import read_verification
+    from anyaccel.backends.evidence_files import read_verification
 
     text = (FILES / "evidence" / "cpu.json").read_text(encoding="utf-8")
     verification = read_verification(text, "cpu.json")

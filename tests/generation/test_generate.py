@@ -18,12 +18,11 @@ import anyaccel
 from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import DeviceUnavailableError, ModelError, UsageError
-from anyaccel.generation import model_cache
 from anyaccel.generation.call_validation import check_image_call
 from anyaccel.generation.generate import Result, generate
 from anyaccel.generation.image import generate_image
 from anyaccel.generation.image_format import read_metadata
-from anyaccel.generation.model_cache import load_model, release_model
+from anyaccel.generation.model_loading import load_model, release_model
 from anyaccel.generation.output_files import make_stem, read_destination, write_output_file, write_unique
 from anyaccel.generation.request import make_request
 from anyaccel.progress import ProgressListener
@@ -140,7 +139,7 @@ def test_only_the_last_model_is_cached(model: str, tmp_path: Path) -> None:
     assert generate("y", model, seed=2, **CALL).timings.load_s == 0
     copy = Path(shutil.copytree(model, tmp_path / "copy"))
     assert generate("x", copy, seed=1, **CALL).timings.load_s > 0
-    assert len(model_cache._CACHE) == 1
+    assert len(model_loading._CACHE) == 1
     config = json.loads((copy / "scheduler" / "scheduler_config.json").read_text())
     (copy / "scheduler" / "scheduler_config.json").write_text(json.dumps(config | {"beta_end": 0.02}))
     assert generate("x", copy, seed=1, **CALL).timings.load_s > 0, "the folder has changed since it was cached"

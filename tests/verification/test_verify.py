@@ -7,7 +7,7 @@ import torch
 
 import anyaccel
 from anyaccel.backends.claim import DtypeLimit, Unknown
-from anyaccel.backends.evidence import Finding
+from anyaccel.backends.evidence_files import Finding
 from anyaccel.errors import UsageError
 from anyaccel.recipes import recipes, run
 from anyaccel.verification import probe_operations

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from anyaccel.backends.driver import Driver
-from anyaccel.backends.evidence import load_verifications, merge_evidence
+from anyaccel.backends.evidence_files import load_verifications, merge_evidence
 from anyaccel.backends.machine import Machine
 from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import PluginError, UnknownDeviceError, nearest

@@ -172,14 +172,14 @@ def describe_environment() -> dict[str, Any]:
 
 
 def _as_document(chart: Chart) -> dict[str, Any]:
-    from anyaccel.backends.evidence import load_verifications
+    from anyaccel.backends.evidence_files import load_verifications
     from anyaccel.checking.chart.chart_json import as_document
 
     return as_document(chart, load_verifications().values())
 
 
 def _write_pages(chart: Chart, html: Path | None, markdown: Path | None) -> None:
-    from anyaccel.backends.evidence import load_verifications
+    from anyaccel.backends.evidence_files import load_verifications
     from anyaccel.checking.chart.badge import make_badge
     from anyaccel.checking.chart.markdown import write_markdown
     from anyaccel.checking.chart.page import write_page

@@ -129,7 +129,7 @@ def _check_virtual(
     # Virtual devices run in forked processes, and the threads of torch do not survive a fork. torch reads the variable
     # when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from anyaccel.checking.baseline import drop_known_findings, read_baseline
+    from anyaccel.checking.accepted_findings import drop_known_findings, read_baseline
     from anyaccel.checking.check import check, find_devices
 
     # Read before the check, which takes minutes: the file may be missing.

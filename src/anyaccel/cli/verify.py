@@ -16,7 +16,7 @@ import typer
 from rich.markup import escape
 
 from anyaccel.backends.device import read_device
-from anyaccel.backends.evidence import FOLDER, Finding, PipelineFinding, Verification
+from anyaccel.backends.evidence_files import FOLDER, Finding, PipelineFinding, Verification
 from anyaccel.cli.console import color_verdict, make_console
 from anyaccel.errors import UsageError
 from anyaccel.storage.atomic_write import atomic_write

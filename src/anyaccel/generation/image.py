@@ -14,7 +14,7 @@ from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import AnyaccelError, UsageError, first_line
 from anyaccel.generation.call_validation import check_image_call, find_default, find_missing_image, pick_images
 from anyaccel.generation.metadata import ImageMetadata, record_call
-from anyaccel.generation.model_cache import LoadedModel
+from anyaccel.generation.model_loading import LoadedModel
 from anyaccel.generation.progress import counting_steps
 from anyaccel.planning.plan import Plan
 from anyaccel.progress import ProgressListener

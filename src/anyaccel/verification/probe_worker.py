@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.backends.device import open_device, sheet, this_machine
-from anyaccel.backends.evidence import Finding, PipelineFinding
+from anyaccel.backends.evidence_files import Finding, PipelineFinding
 from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import AnyaccelError
 from anyaccel.processes.json_line_worker import JsonLineWorker, connecting_to_parent

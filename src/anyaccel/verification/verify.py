@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from anyaccel.backends.device import open_device, read_device, sheet, this_machine
 from anyaccel.backends.driver import Driver
-from anyaccel.backends.evidence import Finding, PipelineFinding, Verification
+from anyaccel.backends.evidence_files import Finding, PipelineFinding, Verification
 from anyaccel.checking.fresh_process import can_fork
 from anyaccel.errors import UsageError, VirtualDeviceError, nearest
 from anyaccel.recipes import recipes

@@ -33,7 +33,7 @@ from anyaccel.cli.chart import _lock_checkpoint, _run
 from anyaccel.cli.progress import Display
 from anyaccel.errors import AnyaccelError
 from anyaccel.recipes import Recipe, recipes
-from tests.conftest import NEEDS_RECIPES, Kept
+from tests.conftest import NEEDS_RECIPES, SharedCache
 
 pytestmark = pytest.mark.usefixtures("pipelines_imported")
 DEVICES = find_devices("all")
@@ -52,13 +52,13 @@ PLAIN_DIFFERS = {
 """Recipes that fail or differ from the CPU in plain diffusers, with the reason. A match is an error too."""
 
 
-def find_cpu_images(chosen: Sequence[Recipe], kept: Kept) -> dict[str, Any]:
+def find_cpu_images(chosen: Sequence[Recipe], shared_cache: SharedCache) -> dict[str, Any]:
     """Return the cached images, which the recipe tests cache too; compute missing images in one process."""
-    images = {recipe.name: kept.find(f"picture-{recipe.name}") for recipe in chosen}
+    images = {recipe.name: shared_cache.find(f"image-{recipe.name}") for recipe in chosen}
     missing = [recipe for recipe in chosen if images[recipe.name] is None]
     computed = run_on_cpu(missing) if missing else {}
     for name, image in computed.items():
-        kept.keep(f"picture-{name}", image)
+        shared_cache.keep(f"image-{name}", image)
     return images | computed
 
 
@@ -70,9 +70,9 @@ def test_there_are_six_virtual_devices() -> None:
 @pytest.mark.long
 @NEEDS_RECIPES
 @pytest.mark.parametrize(("index", "device"), list(enumerate(DEVICES)))
-def test_pipelines_work_placed_on_a_device(index: int, device: str, kept: Kept) -> None:
+def test_pipelines_work_placed_on_a_device(index: int, device: str, shared_cache: SharedCache) -> None:
     chosen = list(recipes().values())[(index + 3) % len(DEVICES) :: 8 * len(DEVICES)]
-    expected = find_cpu_images(chosen, kept)
+    expected = find_cpu_images(chosen, shared_cache)
     reports = run_on_device(device, chosen, expected, [CheckMode(placed=True, strict=True)])
     for recipe, report in zip(chosen, reports, strict=True):
         fails = recipe.name in FAILS_EVERYWHERE or (recipe.name in FAILS_ON_MPS and device == "mps")
@@ -83,9 +83,9 @@ def test_pipelines_work_placed_on_a_device(index: int, device: str, kept: Kept) 
 @pytest.mark.long
 @NEEDS_RECIPES
 @pytest.mark.parametrize(("index", "device"), list(enumerate(DEVICES)))
-def test_plain_pipelines_generate_the_image_of_the_cpu(index: int, device: str, kept: Kept) -> None:
+def test_plain_pipelines_generate_the_image_of_the_cpu(index: int, device: str, shared_cache: SharedCache) -> None:
     chosen = list(recipes().values())[index :: 8 * len(DEVICES)]
-    reports = run_on_device(device, chosen, find_cpu_images(chosen, kept), [CheckMode(placed=False)])
+    reports = run_on_device(device, chosen, find_cpu_images(chosen, shared_cache), [CheckMode(placed=False)])
     for recipe, report in zip(chosen, reports, strict=True):
         matches = report.max_difference is not None and report.max_difference <= 1e-4
         expected_to_differ = (recipe.name, "*") in PLAIN_DIFFERS or (recipe.name, device) in PLAIN_DIFFERS

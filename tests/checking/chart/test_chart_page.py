@@ -19,7 +19,7 @@ from anyaccel.checking.chart.chart_json import as_document
 from anyaccel.checking.chart.page import write_page
 from anyaccel.checking.chart.report_page import write_report_page
 from anyaccel.checking.report import DeviceReport, Graphs, Report, State, Violation
-from tests.browser import count_colours, open_browser, read_errors, resize
+from tests.browser import count_colors, open_browser, read_errors, resize
 
 WIDTHS = pytest.mark.parametrize("width", [390, 1440])
 NASTY = 'x = "</script><script>window.broken = 1</script><!--\u2028{{style}}"'
@@ -149,7 +149,7 @@ def chart(browser: Chrome, pages: Path, request: pytest.FixtureRequest) -> Page:
 def test_the_chart_is_drawn_and_fits(chart: Page, width: int) -> None:
     assert sorted(chart.rows()) == sorted(NAMES)
     assert chart.fits()
-    assert count_colours(chart.chrome) > 60
+    assert count_colors(chart.chrome) > 60
     assert "5 tiny diffusers pipelines on 2 virtual accelerators" in chart.text("#what")
     assert "virtual, not hardware" in chart.text("#evidence")
     assert "0 of 5" in chart.text('.device[data-device="mps"] .rate.plain')
@@ -270,7 +270,7 @@ def test_the_report_is_drawn_and_fits(browser: Chrome, pages: Path, width: int) 
     page = Page(browser, (pages / "report.html").as_uri(), width)
     text = page.text("body")
     assert page.fits()
-    assert count_colours(browser) > 60
+    assert count_colors(browser) > 60
     assert browser.title == "anyaccel check: <mine>"
     for part in ("Passes on 1 of 2 devices", "It is small.", "pipe.py:7", HINT, "3×", "aten::_local_scalar_dense"):
         assert part in text

@@ -23,7 +23,7 @@ from anyaccel.cli.main import main
 from anyaccel.errors import UsageError
 from anyaccel.generation.generate import generate
 from anyaccel.generation.image_format import encode_image, read_metadata
-from anyaccel.generation.model_cache import release_model
+from anyaccel.generation.model_loading import release_model
 from anyaccel.recipes import recipes
 from tests.cli.terminal import run_command, run_on_terminal
 from tests.conftest import NEEDS_RECIPES, RunCli

@@ -12,7 +12,7 @@ from typing import Any
 
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.device import sheet
-from anyaccel.backends.evidence import Verification
+from anyaccel.backends.evidence_files import Verification
 from anyaccel.checking.chart.chart import Attempt, Chart, ChartCell, ChartRow, CodeLine, LimitFinding
 from anyaccel.checking.chart.known_failures import find_reason
 from anyaccel.errors import UsageError, summarize_error

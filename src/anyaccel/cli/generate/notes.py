@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from anyaccel.generation.model_cache import LoadedModel
+    from anyaccel.generation.model_loading import LoadedModel
 
 __all__ = ["find_notes"]
 

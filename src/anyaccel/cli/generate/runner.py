@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from anyaccel.cli.generate.generation_requests import GenerateTask
     from anyaccel.generation.image import GeneratedImage
-    from anyaccel.generation.model_cache import LoadedModel
+    from anyaccel.generation.model_loading import LoadedModel
     from anyaccel.generation.output_files import Destination
 
 __all__ = ["GenerateRun"]
@@ -114,7 +114,7 @@ class GenerateRun(ProgressListener):
 
     def _load(self, task: GenerateTask) -> LoadedModel:
         with gc_paused():
-            from anyaccel.generation.model_cache import load_model
+            from anyaccel.generation.model_loading import load_model
 
         model = task.request.model
         text = f"Loading {model.name}"

@@ -85,7 +85,7 @@ class ImageWorker:
             import torch
 
             from anyaccel.generation.call_validation import list_parameters
-            from anyaccel.generation.model_cache import load_uncached
+            from anyaccel.generation.model_loading import load_uncached
             from anyaccel.generation.request import make_request
             from anyaccel.planning.options import PlacementOptions
 

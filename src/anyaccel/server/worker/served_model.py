@@ -16,7 +16,7 @@ from anyaccel.errors import DoesNotFitError, NotFiniteError, UsageError
 from anyaccel.generation.call_validation import check_image_call, find_default, pick_images
 from anyaccel.generation.image import expected_metadata
 from anyaccel.generation.metadata import ImageMetadata
-from anyaccel.generation.model_cache import LoadedModel, load_uncached
+from anyaccel.generation.model_loading import LoadedModel, load_uncached
 from anyaccel.generation.request import make_request
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.progress import ProgressListener

@@ -9,7 +9,7 @@ import pytest
 import anyaccel
 from anyaccel.backends.claim import Claim, DtypeLimit, Limit, Unknown, Yes
 from anyaccel.backends.devices.neuron import SHEET as NEURON
-from anyaccel.backends.evidence import (
+from anyaccel.backends.evidence_files import (
     FOLDER,
     Finding,
     PipelineFinding,
