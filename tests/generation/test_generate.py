@@ -18,6 +18,7 @@ import anyaccel
 from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import DeviceUnavailableError, ModelError, UsageError
+from anyaccel.generation import model_loading
 from anyaccel.generation.call_validation import check_image_call
 from anyaccel.generation.generate import Result, generate
 from anyaccel.generation.image import generate_image
