@@ -17,7 +17,7 @@ from anyaccel.cli.interrupts import cleanup_on_exit
 from anyaccel.cli.progress import Display
 from anyaccel.errors import UsageError
 from anyaccel.processes.signals import TerminatedError
-from anyaccel.storage.atomic_write import atomic_write
+from anyaccel.storage.atomic_write import atomic_write, check_output_folder
 from anyaccel.storage.file_lock import lock_file
 
 if TYPE_CHECKING:
@@ -65,9 +65,8 @@ def show_chart(
         raise UsageError(f"--jobs must be at least 1, not {jobs}", hint="for example --jobs 2")
     # Checked first: a missing folder must not discard the results of a long run.
     for path in (html, markdown, checkpoint):
-        if path and not path.absolute().parent.is_dir():
-            folder = path.absolute().parent
-            raise UsageError(f"the folder {folder} does not exist", hint=f"create it with `mkdir -p {folder}`")
+        if path:
+            check_output_folder(path)
     # One process per core: more threads would only compete. torch reads the variable when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from anyaccel.checking.chart.chart import find_families

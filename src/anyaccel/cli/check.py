@@ -13,7 +13,7 @@ from anyaccel.cli.chart import describe_environment
 from anyaccel.cli.interrupts import cleanup_on_exit
 from anyaccel.cli.progress import Display
 from anyaccel.errors import UsageError, nearest
-from anyaccel.storage.atomic_write import atomic_write
+from anyaccel.storage.atomic_write import atomic_write, check_output_folder
 
 if TYPE_CHECKING:
     from anyaccel.checking.report import DeviceReport, Report
@@ -108,9 +108,8 @@ def check_pipeline(
     output_format = "json" if as_json else output_format
     if output_format not in _FORMATS:
         raise UsageError(f"unknown value {output_format!r} for --format", hint=nearest(output_format, _FORMATS))
-    if html and not html.absolute().parent.is_dir():
-        folder = html.absolute().parent
-        raise UsageError(f"the folder {folder} does not exist", hint=f"create it with `mkdir -p {folder}`")
+    if html:
+        check_output_folder(html)
     modes = {"plain": plain, "strict": strict, "compile": compiled}
     report = _check_virtual(target, device or ["all"], baseline, modes, _read_call(steps, size))
     # Printed before the page is written: a full disk must not hide the result.

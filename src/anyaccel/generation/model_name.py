@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from anyaccel.embedded.model import NAME, find_embedded_model
-from anyaccel.errors import UsageError
+from anyaccel.errors import ModelError, UsageError
 from anyaccel.runtime.model_file_checks import check_model_folder
 
 __all__ = ["ResolvedModel", "digest_folder", "find_revision", "resolve_model"]
@@ -121,6 +121,8 @@ def _list_model_files(folder: Path) -> list[Path]:
     if not (folder / _INDEX).is_file():
         return [folder] if folder.is_file() else []  # a single-file checkpoint
     index = json.loads((folder / _INDEX).read_text())
+    if not isinstance(index, dict):
+        raise ModelError(f"{folder / _INDEX} is not a JSON object", hint="copy or download the model again")
     # A component is a list [library, class]; other values are settings of the pipeline.
     names = [name for name, value in index.items() if isinstance(value, list)]
     files = [file for name in names for file in (folder / name).rglob("*")]

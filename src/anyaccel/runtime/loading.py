@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import diffusers
 import torch
 
 from anyaccel.backends.device_functions import dtype_name, dtype_of
+from anyaccel.embedded.model import NAME
 from anyaccel.errors import AnyaccelError, ModelError, UsageError, first_line
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.runtime.model_file_checks import check_model_folder, is_single_file
@@ -100,6 +102,9 @@ def _call_diffusers(function: Callable[..., Any], model: str, options: dict[str,
             hint = (
                 "check the model name and the network connection; without a network, the model must be cached locally"
             )
+            # A Hub ID has the form owner/name, so a single word may be a misspelled `embedded`.
+            if difflib.get_close_matches(model, [NAME]):
+                hint = f"did you mean {NAME}? Otherwise, {hint}"
         raise ModelError(f"cannot load {model}: {message}", hint=hint) from error
 
 

@@ -268,7 +268,8 @@ class _ChunkRun:
         component = self.components[name]
         where = f"{module} at forward pass {step}"
         low_precision = {parameter.dtype for parameter in component.parameters()} - {torch.float32}
-        if low_precision and not is_quantized(component):
+        retries = low_precision and not is_quantized(component)
+        if retries:
             is_finite = False
             self._cast(component, torch.float32, torch.float32)
             try:
@@ -281,9 +282,10 @@ class _ChunkRun:
                 self._report_float32(name, where)
                 return result
         raise NotFiniteError(
-            f"the image contains NaN or Inf, even when recomputed in float32: they first occur in {where}, "
-            f"on {self.placement.plan.device} in {self.placement.plan.dtype.value}",
-            hint=f'check the weights of {name} for NaN and Inf, or repeat the call after pipe.to("cpu") to compare',
+            f"the image contains NaN or Inf{', even when recomputed in float32' if retries else ''}: they first occur "
+            f"in {where}, on {self.placement.plan.device} in {self.placement.plan.dtype.value}",
+            hint=f"check the weights of {name} for NaN and Inf"
+            + ("" if is_host(self.placement.device) else ", or run the same call on the CPU to compare"),
         )
 
     def _cast(self, component: torch.nn.Module, dtype: torch.dtype, inputs: torch.dtype | None) -> None:

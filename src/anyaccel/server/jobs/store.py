@@ -97,7 +97,11 @@ class JobStore:
             hint = "pass a folder to --data; it is created if it does not exist"
             raise UsageError(f"{folder} is a file, not a folder", hint=hint)
         for name in ("results", "inputs"):
-            (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)  # images have prompts in their metadata
+            try:
+                (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)  # images have prompts in their metadata
+            except OSError as error:
+                hint = "pass a writable folder to --data"
+                raise UsageError(f"cannot create {folder / name}: {error.strerror}", hint=hint) from error
         self._lock = threading.RLock()
         self._file_lock = lock_file(
             folder / "lock", f"another service is using {folder}", "give each service its own --data folder"
