@@ -80,7 +80,7 @@ def warm_model(
         policy = pipe.plan.compile_policy
         if policy.value.when == "never":
             raise NotMeasurableError(
-                f"anyaccel does not compile on {pipe.plan.title}: {policy.reason}",
+                f"anyaccel does not compile models on {pipe.plan.title}: {policy.reason}",
                 hint="skip `anyaccel warm`: there is nothing to compile for this device",
             )
         calls = [{"width": width, "height": height} for width, height in shapes] or [{}]

@@ -72,7 +72,7 @@ def choose_step_skipping(options: PlacementOptions) -> Decision[StepSkipping | N
     skipping = _LEVELS.get(options.speed)
     if skipping is None:
         return Decision(None, "speed='exact': every step runs the denoiser")
-    return Decision(skipping, f"speed={options.speed!r}, measured on the embedded model: {skipping.cost} ({QUALITY})")
+    return Decision(skipping, f"speed={options.speed!r}: on the embedded model, {skipping.cost} ({QUALITY})")
 
 
 def choose_quantization(sheet: Sheet, options: PlacementOptions, dtype: str) -> Decision[str]:

@@ -127,7 +127,7 @@ class OutputFolder:
             ]
             if names:
                 raise UsageError(
-                    f"{self.path} is not empty and has no {_RUN} of an earlier batch: "
+                    f"{self.path} is not empty and has no {_RUN} from an earlier batch: "
                     f"it contains {', '.join(sorted(names)[:3])}",
                     hint="pass a new or empty folder to --out",
                 )
