@@ -174,7 +174,7 @@ def test_the_embedded_model_on_this_machine() -> None:
         forecast = replace(plan.forecast, peak_bytes=peak, phases=(("load", 0), ("denoise", peak)))
         lines = describe_explanation(replace(plan, forecast=forecast), "embedded")
         rows = [line for line in lines if line.startswith(("  load ", "  denoise "))]
-        edge = next(line.index("└") for line in lines if "└" in line)
+        edge = next(line.index(mark) for line in lines for mark in "└┘" if mark in line)
         assert {row.index("│") for row in rows} == {edge}
         assert len({len(row.removesuffix("  peak")) for row in rows}) == 1
 

@@ -156,7 +156,7 @@ def test_an_incomplete_last_line_of_the_manifest_is_truncated(tmp_path: Path) ->
 
 def test_a_folder_with_other_content_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("all of it")
-    with pytest.raises(UsageError, match=r"has no run\.json of an earlier batch: it contains thesis\.txt"):
+    with pytest.raises(UsageError, match=r"has no run\.json from an earlier batch: it contains thesis\.txt"):
         OutputFolder(tmp_path, RUN)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
     with pytest.raises(UsageError, match="is a file"):

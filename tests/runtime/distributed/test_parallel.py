@@ -150,7 +150,7 @@ CHECKS = {
     "auto flux": check_context,
     "auto unet": check_guidance,
     "tensor rejected": check_error(
-        "diffusers supports tensor parallelism on cuda, neuron, tpu, xpu, not on", "parallel='context'"
+        "diffusers supports tensor parallelism only on cuda, neuron, tpu, xpu, not on", "parallel='context'"
     ),
     "no tensor plan": check_error("parallel='tensor:2' is not available: diffusers"),
     "no context plan": check_error("no context-parallel plan for UNet2DConditionModel", "parallel='cfg'"),
