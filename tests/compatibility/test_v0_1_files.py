@@ -244,13 +244,16 @@ def test_the_measured_cost_of_half_precision_is_used(files: Path, run_cli_forked
     """The key contains the CPU, the torch version and the thread count, so the test writes those of this machine."""
     import torch
 
+    from anyaccel.backends.cpu_half_precision_speed import measure_half_precision
+
     folder = files / "cache" / "folder"
     path = folder / "half_precision.json"
     ((key, costs),) = json.loads(path.read_text()).items()
     assert set(costs) == {"bfloat16", "float16"}
     assert key.endswith(f"torch {key.split()[-3]} threads 1")
     own = f"{platform.machine()} {platform.processor()} torch {torch.__version__} threads"
-    # Other tests may have changed the thread count of this process, but not of the forked one.
+    # The command runs in a fork of this process, in which another test may have measured the cost already.
+    measure_half_precision.cache_clear()
     counts = range(1, (os.cpu_count() or 1) + 1)
     for cost, dtype in ((0.01, "bfloat16"), (100.0, "float32")):
         own_costs = {f"{own} {count}": {"bfloat16": cost, "float16": 200.0} for count in counts}

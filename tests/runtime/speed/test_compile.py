@@ -200,7 +200,7 @@ def test_compile_accepts_all_or_named_models() -> None:
         pipe = make()
         pipe.enable_compile("all")
         difference = float(abs(expected - run(recipe, pipe)).max())
-        with pytest.raises(UnknownComponentError, match=r"no model 'unett'") as caught:
+        with pytest.raises(UnknownComponentError, match=r"no model named 'unett'") as caught:
             make().enable_neuron_compile(["unett"])
         return pipe.plan.report.compiled_models.value, len(accelerator.compiler.graphs), difference, str(caught.value)
 
