@@ -81,7 +81,7 @@ def test_modified_file_raises() -> None:
         ("{", "", "is not a valid evidence file"),
         ('"format": 1', '"format": 99', "has format version 99, but this version of anyaccel supports only version 1"),
         ('"device": ', '"devise": ', "is not a valid evidence file"),
-        ('"agrees"', '"holds"', "unknown verdict holds"),
+        ('"agrees"', '"holds"', "unknown verdict 'holds'"),
     ],
 )
 def test_invalid_file_raises(old: str, new: str, message: str) -> None:

@@ -196,9 +196,9 @@ def _list_indices(spec: DeviceSpec) -> Sequence[int]:
     indices = _filter_by_product(spec, count)
     if not indices:
         plain = DeviceSpec(name=name, index=spec.index)
-        reason = f"no {name} device in this process is" if spec.index is None else f"{plain} is not"
+        reason = f"no {name} device in this process has" if spec.index is None else f"{plain} does not have"
         raise DeviceUnavailableError(
-            f"{spec} is not available{spec.given_by}: {reason} the product {spec.product}",
+            f"{spec} is not available{spec.given_by}: {reason} the product name {spec.product}",
             hint=f"use {plain} to run on the available product",
         )
     return indices

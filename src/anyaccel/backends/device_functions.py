@@ -167,7 +167,7 @@ def _check_generators(size: tuple[int, ...], generators: Sequence[torch.Generato
     if not size or len(generators) != size[0]:
         batch = f"a batch size of {size[0]}" if size else "no batch dimension"
         raise UsageError(
-            f"got {len(generators)} generators, but shape {size} has {batch}",
+            f"got {len(generators)} generator{'s' * (len(generators) != 1)}, but shape {size} has {batch}",
             hint="pass a single generator, or a list with one generator per image",
         )
 

@@ -89,7 +89,7 @@ class DeviceSpec:
         """Return the device name; raise if the spec also has an index, product, memory size or option."""
         if self != DeviceSpec(name=self.name, virtual=self.virtual):
             raise UsageError(
-                f"expected a device name without an index, memory size or options, got {self}{self.given_by}",
+                f"expected a device name without an index, product, memory size or options, got {self}{self.given_by}",
                 hint=f"use {DeviceSpec(name=self.name, virtual=self.virtual)}",
             )
         return self.name
@@ -111,8 +111,8 @@ class DeviceSpec:
         """
         count = self.index or 2
         return (
-            f"use {VIRTUAL_PREFIX}{self.name},count={count} for {count} devices, "
-            f"and {self.name}:{count - 1} for the last one"
+            f"use {VIRTUAL_PREFIX}{self.name},count={count} to create {count} devices, "
+            f"then select the last one with {self.name}:{count - 1}"
         )
 
 

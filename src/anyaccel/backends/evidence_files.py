@@ -170,7 +170,7 @@ def _build(content: dict[str, Any]) -> Verification:
     )
     unknown = {finding.verdict for finding in verification.findings} - set(get_args(Verdict))
     if unknown:
-        raise ValueError(f"unknown verdict {', '.join(sorted(unknown))}")
+        raise ValueError(f"unknown verdict {', '.join(map(repr, sorted(unknown)))}")
     return verification
 
 

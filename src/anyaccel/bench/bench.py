@@ -198,7 +198,7 @@ def measure_file_psnr(path: Path, reference: Path) -> float | None:
     if not_finite:
         subject, verb = ("images", "contain") if len(not_finite) > 1 else ("image", "contains")
         raise NotMeasurableError(
-            f"the {subject} of {' and '.join(not_finite)} {verb} NaN or Inf", hint="use --dtype float32"
+            f"the {subject} from {' and '.join(not_finite)} {verb} NaN or Inf", hint="use --dtype float32"
         )
     if image.shape != expected.shape:
         return 0.0

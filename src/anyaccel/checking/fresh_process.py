@@ -62,7 +62,7 @@ def check_in_fresh_process(task: CheckTask) -> Report:
             except EOFError:
                 status, lines = worker.close(), worker.stderr.strip().splitlines()
                 raise AnyaccelError(
-                    f"the check process died with status {status}: {lines[-1] if lines else 'no output'}",
+                    f"the check process exited with status {status}: {lines[-1] if lines else 'no output'}",
                     hint="run `anyaccel check` on the same model to see the full output",
                 ) from None
         succeeded, value = pickle.loads(path.read_bytes())

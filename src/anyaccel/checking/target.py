@@ -84,7 +84,7 @@ def _from_factory(text: str, module: str, function: str) -> CheckTarget:
         except (Exception, SystemExit) as error:
             raise UsageError(
                 f"cannot import {module}: {describe_failure(error)}",
-                hint=f"fix the error until `python -c 'import {module}'` works",
+                hint=f"fix the module so that `python -c 'import {module}'` works",
             ) from error
         try:
             result = make()

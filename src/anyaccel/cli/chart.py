@@ -135,7 +135,7 @@ def _read_checkpoint(
     if saved.devices != tuple(devices):
         difference = f"the devices {', '.join(saved.devices)}, not {', '.join(devices)}"
     elif saved.environment.get("versions") != environment["versions"]:
-        difference = "other package versions than those installed"
+        difference = "package versions that differ from the installed ones"
     if difference:
         raise UsageError(
             f"{checkpoint} was saved with {difference}", hint="delete the file, or pass a different file to --keep"

@@ -52,7 +52,7 @@ def find_device_slots(device: str) -> DeviceSlots:
             result: DeviceSlots | Exception = process.receive()
         except EOFError as error:
             raise AnyaccelError(
-                "device detection failed: the detection process died",
+                "device detection failed: the detection process exited unexpectedly",
                 hint="run `anyaccel devices` to see which driver crashes",
             ) from error
     if isinstance(result, Exception):
@@ -158,6 +158,6 @@ def claim_device(name: str) -> tuple[str, IO[bytes]]:
         except UsageError:
             continue
     raise DeviceUnavailableError(
-        f"all {count} {name} devices on this machine are in use",
-        hint=f"declare one resource per device: ray start --resources='{{\"{name}\": {count}}}'",
+        f"no {name} device on this machine is free (device count: {count})",
+        hint=f"declare one Ray resource per device: ray start --resources='{{\"{name}\": {count}}}'",
     )

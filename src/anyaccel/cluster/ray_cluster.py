@@ -115,9 +115,9 @@ def check_slots(sheet: Sheet, virtual: bool, requested: int) -> None:
     device = f"virtual {sheet.name}" if virtual else sheet.name
     hint = f"declare the devices when you start a node, for example: ray start --resources='{{\"{resource}\": 8}}'"
     raise UsageError(
-        f"{requested} workers on {device} devices requested, but the cluster has resources for only {available} "
-        f"(Ray resource {resource!r})",
-        hint=f"request {available} workers or fewer" if available else hint,
+        f"{requested} worker{'s' * (requested != 1)} on {device} devices requested, but the cluster has resources "
+        f"for only {available} (Ray resource {resource!r})",
+        hint=f"request at most {available}" if available else hint,
     )
 
 
@@ -152,7 +152,7 @@ def _connect(ray: Any, address: str) -> None:
             raise
         raise AnyaccelError(
             f"the Ray cluster at {address} rejected the connection: {first_line(error)}",
-            hint="if it requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as on the cluster nodes",
+            hint="if the cluster requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as on the cluster nodes",
         ) from error
     except (RuntimeError, ValueError) as error:  # for example another version of Ray or Python
         raise AnyaccelError(

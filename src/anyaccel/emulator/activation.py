@@ -54,7 +54,9 @@ def start(name: str, count: int = 1, memory: str | int | None = None, strict: bo
     memory = spec.product if memory is None else memory
     _check_count(count)
     if not isinstance(memory, str | int | None):
-        raise UsageError(f"{memory!r} is not a valid memory size", hint="use 16GiB, 96GB or a number of bytes")
+        raise UsageError(
+            f"{memory!r} is not a valid memory size", hint="use a size such as 16GiB or 96GB, or a number of bytes"
+        )
     sheet, capacity = _read_product(find_sheet(name), memory)
     if not sheet.can_be_virtual:
         raise UsageError(

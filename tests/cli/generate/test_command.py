@@ -182,7 +182,7 @@ def test_from_warns_about_differences(run: Run, model: str, tmp_path: Path) -> N
     completed = run("--from", "gone.png")
     assert completed.status == 2
     assert "gone, which is not available" in completed.stderr
-    assert "hint: pass the hub id or folder of this model with --model" in completed.stderr
+    assert "hint: pass the Hub ID or folder of this model with --model" in completed.stderr
     assert run("--from", "gone.png", "--model", model, "-o", "found.png").status == 0
     assert pixels("found.png") == pixels("a.png")
 

@@ -127,7 +127,7 @@ class GenerateRun(ProgressListener):
                 raise
             raise ModelError(
                 f"the image was generated with {task.original.model}, which cannot be loaded: {error.message}",
-                hint=f"pass the hub id or folder of this model with --model; {error.hint}",
+                hint=f"pass the Hub ID or folder of this model with --model; {error.hint}",
             ) from error
         if loaded.load_s:
             self._print_placement(loaded)

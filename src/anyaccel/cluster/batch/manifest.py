@@ -120,15 +120,16 @@ class OutputFolder:
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"{self.path} is a file, not a folder", hint="pass a different path to --out")
         if self.path.is_dir() and not (self.path / _RUN).exists():
-            names = [
+            names = sorted(
                 path.name
                 for path in self.path.iterdir()
                 if not path.name.startswith(".") and not _is_empty_image_folder(path)
-            ]
+            )
             if names:
+                remaining = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 raise UsageError(
                     f"{self.path} is not empty and has no {_RUN} from an earlier batch: "
-                    f"it contains {', '.join(sorted(names)[:3])}",
+                    f"it contains {', '.join(names[:3])}{remaining}",
                     hint="pass a new or empty folder to --out",
                 )
         try:
