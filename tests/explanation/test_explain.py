@@ -223,7 +223,7 @@ def test_an_unavailable_device_becomes_its_smallest_product() -> None:
         (SD, {"device": "mps:16GiB", "memory": "component"}, UsageError, "memory='phase'"),
         (SD, {"device": "h200", "dtype": "int8"}, UsageError, "float64, float32, bfloat16, float16"),
         ("", {"device": "h200"}, ModelError, "the model name is empty"),
-        ("/nowhere/model", {"device": "h200"}, ModelError, "neither an existing folder nor a hub id"),
+        ("/nowhere/model", {"device": "h200"}, ModelError, "neither an existing folder nor a Hub ID"),
         ("nobody/nothing-at-all", {"device": "h200"}, ModelError, "cannot download the config files"),
     ],
 )

@@ -46,8 +46,8 @@ def _start(request: str) -> None:
         count = spec.index or 2
         raise UsageError(
             f"{VARIABLE}={request!r} includes a device index, but the variable accepts only a device count",
-            hint=f"use {VARIABLE}={spec.name},count={count} to start {count} devices, "
-            f"and {spec.name}:{count - 1} for the last one",
+            hint=f"set {VARIABLE}={spec.name},count={count} to create {count} devices, "
+            f"then select the last one with {spec.name}:{count - 1}",
         )
     path = _find_ledger_path()
     accelerator = start(spec.name, spec.count or 1, spec.product or spec.memory, spec.strict)

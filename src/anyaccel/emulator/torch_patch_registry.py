@@ -272,7 +272,8 @@ def _read_original(name: str, patch: Patch) -> _Replacement:
         original = getattr(owner, attribute, _ABSENT)
         if original is _ABSENT and not patch.optional:
             raise UpstreamError(
-                f"cannot patch {dotted}: the installed version does not have it. Reason for the patch: {patch.why}",
+                f"cannot patch {dotted}, which the installed {dotted.partition('.')[0]} does not have. "
+                f"Reason for the patch: {patch.why}",
                 hint=f"use a tested torch release: {', '.join(patch.known_good)}",
             )
         # vars, not getattr: restore must not turn an inherited attribute into an own one.

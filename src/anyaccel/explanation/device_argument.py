@@ -38,7 +38,7 @@ def find_device_target(device: str) -> DeviceTarget:
     spec = read_device(device)
     if spec.virtual:
         raise UsageError(
-            f"explain does not support the virtual device {device!r}, because it does not run the model",
+            f"explain does not run the model, so it does not accept the virtual device {device!r}",
             hint=f"use --device {spec.product or spec.name}; the device does not have to be available on this machine",
         )
     # `gaudi2:80` looks like a memory size without a unit, but the product already determines the memory.

@@ -26,7 +26,7 @@ def find_model(model: str | os.PathLike[str], revision: str | None = None) -> Mo
     """
     text = os.fspath(model)
     if not text.strip():
-        raise ModelError("the model name is empty", hint=f"pass a hub id, a folder, or `{NAME}` for the embedded model")
+        raise ModelError("the model name is empty", hint=f"pass a Hub ID, a folder, or `{NAME}` for the embedded model")
     if text == NAME:
         return read_model_folder(find_embedded_model())
     path = Path(text).expanduser()
@@ -48,7 +48,7 @@ def find_model(model: str | os.PathLike[str], revision: str | None = None) -> Mo
     # A misspelled path must not become a request to the hub.
     if text.startswith((".", "/", "~")) or text.count("/") != 1:
         raise ModelError(
-            f"{text} is neither an existing folder nor a hub id", hint=nearest(text, [NAME, *list_bundled_models()])
+            f"{text} is neither an existing folder nor a Hub ID", hint=nearest(text, [NAME, *list_bundled_models()])
         )
     return read_model_folder(_download_configs(text, revision))
 
@@ -75,6 +75,6 @@ def _download_configs(name: str, revision: str | None) -> Path:
     if not (Path(folder) / "model_index.json").is_file():
         raise ModelError(
             f"{name} is not a pipeline: it has no model_index.json",
-            hint="pass the hub id of a diffusers pipeline, such as stable-diffusion-v1-5/stable-diffusion-v1-5",
+            hint="pass the Hub ID of a diffusers pipeline, such as stable-diffusion-v1-5/stable-diffusion-v1-5",
         )
     return Path(folder)

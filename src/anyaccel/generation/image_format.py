@@ -49,7 +49,7 @@ def encode_image(image: Image.Image, suffix: str, metadata: Sequence[ImageMetada
             raise
         raise UsageError(
             f"the metadata of {len(metadata)} image{'s' * (len(metadata) > 1)} is too large for a {file_format} file, "
-            "which can contain at most 64 KiB",
+            "which can contain at most 64 KiB of metadata",
             hint="use an output file name that ends with .png",
         ) from error
     return stream.getvalue()

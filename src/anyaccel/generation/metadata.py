@@ -39,7 +39,7 @@ class ImageMetadata:
     """Everything that determines an image: the model, call, device and software versions."""
 
     model: str
-    """`embedded`, a hub id, or a folder, with `~` for the home folder."""
+    """`embedded`, a Hub ID, or a folder, with `~` for the home folder."""
     revision: str | None
     """Commit of a hub model; for a folder and the embedded model a digest of the files."""
     pipeline: str

@@ -47,17 +47,19 @@ def resolve_model(model: str | os.PathLike[str] | None = None, revision: str | N
     if not isinstance(model, str | os.PathLike | None):
         raise UsageError(
             f"the model must be a string, a path or None, not {model!r:.60}",
-            hint="pass a hub id, a folder, or None for the embedded model",
+            hint="pass a Hub ID, a folder, or None for the embedded model",
         )
     text = NAME if model is None else os.fspath(model)
     if not text.strip():
-        raise UsageError("the model name is empty", hint="pass a hub id or a folder, or omit it for the embedded model")
+        raise UsageError(
+            "the model name is empty", hint="pass a Hub ID or a folder, or omit the model to use the embedded model"
+        )
     if text == NAME:
         resolved = ResolvedModel(kind="embedded", name=NAME, source=str(find_embedded_model()))
     else:
         check_model_folder(text, pickles=False, trusted=False)
         path = Path(text).expanduser()
-        # An existing path takes precedence over a hub id, as in diffusers.
+        # An existing path takes precedence over a Hub ID, as in diffusers.
         local = path.exists()
         kind: Literal["folder", "hub"] = "folder" if local else "hub"
         name = _abbreviate_home(path) if local else text
@@ -65,7 +67,7 @@ def resolve_model(model: str | os.PathLike[str] | None = None, revision: str | N
     if revision is not None and resolved.kind != "hub":
         raise UsageError(
             f"revision {revision!r} cannot be used with {resolved.name}, which is not a Hub model",
-            hint="omit the revision, or pass a hub id",
+            hint="omit the revision, or pass a Hub ID",
         )
     return resolved
 

@@ -92,7 +92,7 @@ def call_in_fork(function: Callable[[], T], *, name: str = "the function", timeo
         raise CancelledError
     if message is None:
         raise ProcessDiedError(
-            f"the process running {name} died with status {child.exitcode}",
+            f"the process running {name} exited with status {child.exitcode}",
             hint="see the output of the process on stderr",
         )
     succeeded, value = pickle.loads(message)

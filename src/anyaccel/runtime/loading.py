@@ -29,7 +29,7 @@ def load_pipeline(kind: Any, model: Any, options: dict[str, Any]) -> tuple[Any, 
     """
     options, placement_options = _read_options(options)
     if not isinstance(model, str | Path):
-        hint = "pass a hub id, a folder or a single-file checkpoint"
+        hint = "pass a Hub ID, a folder or a single-file checkpoint"
         raise UsageError(f"the model must be a string or a Path, not {model!r:.60}", hint=hint)
     if not options.get("trust_remote_code") and options.get("custom_pipeline") is not None:
         raise ModelError(
@@ -75,7 +75,7 @@ def _find_single_file_loader(kind: Any, options: dict[str, Any]) -> Callable[...
     if source is None:
         raise ModelError(
             "cannot determine the pipeline class: a single-file checkpoint contains only weights",
-            hint="pass config= with the folder or hub id of a pipeline with the same architecture, such as "
+            hint="pass config= with the folder or Hub ID of a pipeline with the same architecture, such as "
             "config='stable-diffusion-v1-5/stable-diffusion-v1-5', or load the file with the diffusers pipeline class "
             "and call anyaccel.place(pipe)",
         )
@@ -84,7 +84,7 @@ def _find_single_file_loader(kind: Any, options: dict[str, Any]) -> Callable[...
     if pipeline_class is None or not hasattr(pipeline_class, "from_single_file"):
         raise ModelError(
             f"{config.get('_class_name')} cannot be loaded from a single-file checkpoint",
-            hint="pass the folder or hub id of the pipeline instead of a file",
+            hint="pass the folder or Hub ID of the pipeline instead of a file",
         )
     return pipeline_class.from_single_file  # type: ignore[no-any-return]
 

@@ -134,7 +134,7 @@ def check_safetensors(path: Path) -> None:
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
             if not 0 <= length <= min(size, _MAX_HEADER_BYTES):
-                raise ValueError("its header cannot be read")
+                raise ValueError("the header cannot be read")
             header = json.loads(file.read(length))
     except ValueError as error:
         hint = "copy or download the file again"

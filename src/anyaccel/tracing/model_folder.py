@@ -115,7 +115,8 @@ def require_recipe(pipeline: str) -> Recipe:
         names = sorted({recipe.pipeline for recipe in recipes().values()})
         raise ModelError(
             f"no recipe is available for the pipeline class {pipeline}",
-            hint=f"pass a function that creates it: anyaccel check package.module:make; {nearest(pipeline, names)}",
+            hint="pass a function that creates the pipeline: anyaccel check package.module:make; "
+            f"{nearest(pipeline, names)}",
         )
     return recipe
 

@@ -90,10 +90,11 @@ class ProbeWorker:
             # SIGKILL comes from the kernel (out of memory) or from the timeout in `request`.
             if status == -signal.SIGKILL:
                 raise ProbeWorkerKilledError(
-                    f"the process was killed: out of host memory, or no response within {_TIMEOUT_S:.0f} s", hint=hint
+                    f"the probe process was killed: out of host memory, or no response within {_TIMEOUT_S:.0f} s",
+                    hint=hint,
                 ) from None
             output = describe_error(RuntimeError(lines[-1])) if lines else "no output"
-            raise ProbeWorkerDiedError(f"the process died with status {status}: {output}", hint=hint) from None
+            raise ProbeWorkerDiedError(f"the probe process exited with status {status}: {output}", hint=hint) from None
         if answer.pop("broken"):
             self._stop()
         return answer

@@ -168,8 +168,8 @@ def _verify_virtual(
     device_sheet = sheet(name)
     if not can_fork():
         raise UsageError(
-            f"cannot verify virtual:{name}: it must run in a forked process, but torch already uses several threads "
-            "in this one",
+            f"virtual:{name} must be verified in a forked process, but torch has already started several threads in "
+            "the current process",
             hint=f"set OMP_NUM_THREADS=1 before importing torch, or run `anyaccel devices virtual:{name} --verify`",
         )
 

@@ -160,7 +160,7 @@ def test_a_pipeline_that_kills_its_process_does_not_affect_others() -> None:
     expected = run_on_cpu([good])
     cells = chart._run_guarded("mps", [bad, good], {**expected, "bad": expected["pixart-alpha"]})
     assert [cell.placed.state for cell in cells] == ["stops", "works"]
-    assert "died with status 9" in cells[0].placed.error
+    assert "exited with status 9" in cells[0].placed.error
 
 
 def test_two_charts_cannot_write_the_same_file(tmp_path: Path) -> None:

@@ -258,7 +258,7 @@ class _ChunkRun:
         """
         if self.placement.shared:
             raise NotFiniteError(
-                f"the image contains NaN or Inf: {non_finite[0]} produced them on {self.placement.plan.device}",
+                f"the image contains NaN or Inf values, which {non_finite[0]} produced on {self.placement.plan.device}",
                 hint="run one call at a time; a call is retried in float32 only if no other call uses the model",
             )
         with find_first_non_finite(self.components) as failures:
@@ -282,8 +282,8 @@ class _ChunkRun:
                 self._report_float32(name, where)
                 return result
         raise NotFiniteError(
-            f"the image contains NaN or Inf{', even when recomputed in float32' if retries else ''}: they first occur "
-            f"in {where}, on {self.placement.plan.device} in {self.placement.plan.dtype.value}",
+            f"the image contains NaN or Inf values{', even when recomputed in float32' if retries else ''}; "
+            f"the first ones occur in {where}, on {self.placement.plan.device} in {self.placement.plan.dtype.value}",
             hint=f"check the weights of {name} for NaN and Inf"
             + ("" if is_host(self.placement.device) else ", or run the same call on the CPU to compare"),
         )

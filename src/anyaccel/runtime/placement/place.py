@@ -94,7 +94,8 @@ def _set_variables(sheet: Sheet, options: PlacementOptions) -> None:
         # The vendor's software reads it only once, when it is imported.
         if before not in (None, value) and any(module in sys.modules for module in sheet.modules):
             raise UsageError(
-                f"mode={options.mode!r} requires {name}={value}, but {sheet.title} was started with {name}={before}",
+                f"mode={options.mode!r} requires {name}={value}, but the software for {sheet.title} was already "
+                f"imported with {name}={before}",
                 hint=f"set {name}={value} in the environment before the program starts",
             )
         os.environ[name] = value
