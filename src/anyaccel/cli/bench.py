@@ -23,7 +23,7 @@ _BASELINES = {"stock": ("stock eager", "stock compiled"), "eager": ("stock eager
 
 Models = Annotated[
     list[str] | None,
-    typer.Argument(metavar="MODEL", help="Hub ids, folders or `embedded`. Default: the embedded model."),
+    typer.Argument(metavar="MODEL", help="Hub IDs, folders or `embedded`. Default: the embedded model."),
 ]
 Against = Annotated[
     str,

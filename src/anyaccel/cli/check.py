@@ -27,7 +27,7 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="MODEL|FOLDER|RECIPE|MODULE:FUNCTION",
-        help="Pipeline to check: a hub id, a folder, a recipe, or a function that returns a pipeline.",
+        help="Pipeline to check: a Hub ID, a folder, a recipe, or a function that returns a pipeline.",
     ),
 ]
 Devices = Annotated[

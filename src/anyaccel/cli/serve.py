@@ -60,7 +60,7 @@ DataFolder = Annotated[
 
 Models = Annotated[
     list[str] | None,
-    typer.Argument(metavar="MODEL", help="Hub ids or folders, optionally as NAME=MODEL. Default: the embedded model."),
+    typer.Argument(metavar="MODEL", help="Hub IDs or folders, optionally as NAME=MODEL. Default: the embedded model."),
 ]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 selects a free port.")]
 ApiKeys = Annotated[

@@ -45,7 +45,7 @@ ExpectedImages = Annotated[
 
 
 def warm_model(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder or `embedded`.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub ID, folder or `embedded`.")],
     sizes: Sizes = None,
     device: Annotated[
         str, typer.Option("--device", "-d", help="Device to compile for; it must be available.")

@@ -31,7 +31,7 @@ class ServedName:
 
     name: str
     model: str
-    """`embedded`, a folder or a Hugging Face Hub id."""
+    """`embedded`, a folder or a Hugging Face Hub ID."""
 
 
 # The field names are the names that `--limit NAME=NUMBER` accepts.

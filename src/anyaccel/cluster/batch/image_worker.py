@@ -23,7 +23,7 @@ class WorkerSettings:
     """Options for a batch worker."""
 
     model: str | None = None
-    """Hub id or folder; None is the embedded model."""
+    """Hub ID or folder; None is the embedded model."""
     device: str = "auto"
     index: int | None = None
     """Index of the device; None is the default device of the process."""

@@ -56,7 +56,7 @@ async def list_models(service: ServiceOf) -> dict[str, Any]:
     return {"object": "list", "data": models}
 
 
-# `:path`, because Hub ids contain a slash.
+# `:path`, because Hub IDs contain a slash.
 @router.get("/models/{name:path}", summary="Describe one model", responses={401: _ERRORS[401], 404: _ERRORS[404]})
 async def show_model(name: str, service: ServiceOf) -> dict[str, Any]:
     """Return a model's device, tasks, image sizes and defaults."""
