@@ -66,7 +66,7 @@ def time_loop(rows: Path, out: Path) -> float:
     from anyaccel.cluster.batch.rows import read_rows
     from anyaccel.generation.image import generate_image
     from anyaccel.generation.image_format import encode_image
-    from anyaccel.generation.model_cache import load_uncached
+    from anyaccel.generation.model_loading import load_uncached
     from anyaccel.generation.output_files import write_output_file
     from anyaccel.generation.request import make_request
     from anyaccel.planning.options import PlacementOptions

@@ -1,4 +1,4 @@
-"""A real browser for the tests of pages: the Chromium of the machine, without a window."""
+"""Headless Chromium for the tests of web pages."""
 
 import tempfile
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from selenium.webdriver.chrome.service import Service
 
 from tests.tools import find_browser
 
-__all__ = ["count_colours", "open_browser", "read_errors", "resize"]
+__all__ = ["count_colors", "open_browser", "read_errors", "resize"]
 
 FLAGS = (
     "--headless",
@@ -25,17 +25,17 @@ FLAGS = (
 
 @contextmanager
 def open_browser() -> Iterator[Chrome]:
-    """A browser with a profile of its own."""
-    found = find_browser()
-    assert found, "open it in a fixture called browser: a test that uses it is skipped where there is none"
-    browser, driver = found
+    """Start a browser with a temporary profile."""
+    paths = find_browser()
+    assert paths, "no browser is installed; call this in a fixture named `browser`, so that its tests are skipped"
+    browser, driver = paths
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         options = ChromeOptions()
         options.binary_location = browser
         for flag in (*FLAGS, f"--user-data-dir={profile}"):
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-        # The driver is named, so that none is ever downloaded.
+        # Without an explicit path, Selenium would download a driver.
         chrome = Chrome(options=options, service=Service(driver))
         try:
             yield chrome
@@ -44,17 +44,17 @@ def open_browser() -> Iterator[Chrome]:
 
 
 def resize(chrome: Chrome, width: int, height: int = 900) -> None:
-    """Give the page exactly this room: a window alone cannot be as narrow as a telephone."""
-    room = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-    chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", room)
+    """Set the size of the viewport; a window cannot be as narrow as a phone screen."""
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
 
 def read_errors(chrome: Chrome) -> list[str]:
-    """What the console has to complain of since it was last read."""
+    """Return the console messages since the last call."""
     return [entry["message"] for entry in chrome.get_log("browser")]  # type: ignore[no-untyped-call]
 
 
-def count_colours(chrome: Chrome) -> int:
-    """How many colours the page shows: a blank one has a single colour, and text alone has few."""
-    picture = Image.open(BytesIO(chrome.get_screenshot_as_png())).convert("RGB")
-    return len(picture.getcolors(maxcolors=picture.width * picture.height) or ())
+def count_colors(chrome: Chrome) -> int:
+    """Return the number of colors on the page. A blank page has one color, and plain text has few."""
+    screenshot = Image.open(BytesIO(chrome.get_screenshot_as_png())).convert("RGB")
+    return len(screenshot.getcolors(maxcolors=screenshot.width * screenshot.height) or ())

@@ -1,8 +1,8 @@
-"""What every test can use."""
+"""Fixtures and hooks shared by all tests."""
 
 import os
 
-# Tests fork processes for virtual devices: torch must not have started threads before.
+# Tests fork processes for virtual devices, so torch must not start threads first.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import atexit
@@ -25,7 +25,8 @@ from packaging.version import Version
 from anyaccel.backends.registry import build_registry
 from anyaccel.storage.atomic_write import atomic_write
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell: tests interrupt their children
+# Shells start background jobs with SIGINT ignored, and child processes inherit that. Tests interrupt their children.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
@@ -40,7 +41,7 @@ NEEDS_RECIPES = pytest.mark.skipif(
 
 
 LONGEST = ("cluster/serve/test_start.py", "server/test_run_server.py")
-"""Run first, so that the end of the test run does not wait for one of them."""
+"""Test files that take the longest. They run first."""
 LIVE = tuple(
     f"{name}.py"
     for name in (
@@ -49,34 +50,35 @@ LIVE = tuple(
         "server/http/test_web_page", "server/test_load", "server/test_run_server", "server/worker/test_virtual",
     )
 )  # fmt: skip
-"""Here processes, sockets and a browser must meet in time, on a machine that others use too: a test that fails is tried
-once more, and the summary names it (docs/decisions/0011-second-try.md). Nowhere else."""
+"""Test files that wait for processes, sockets or a browser and may time out on a busy machine. A failed test is retried
+once and listed in the summary (docs/decisions/0011-retrying-tests.md). No other tests are retried."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--last-first`, to find tests that need what another has left behind, or suffer from it."""
-    parser.addoption("--last-first", action="store_true", help="run the tests in the opposite order")
+    """Add `--last-first`, which finds tests that depend on the order of the tests."""
+    parser.addoption("--last-first", action="store_true", help="run the tests in reverse order")
 
 
 def pytest_configure() -> None:
-    """Refuse gradients in the tests' own process: torch counts the devices at its first one and never again.
+    """Make tests fail if they compute gradients in the pytest process.
 
-    Virtual devices that are forked later could compute none, whichever test they are for. In a fork a test may.
+    torch counts the devices only once, when a process computes its first gradient. Virtual devices that are forked
+    afterwards cannot compute gradients. Tests may compute gradients in a forked process.
     """
     import torch
 
-    run_backward, own = torch.autograd.graph._engine_run_backward, os.getpid()
+    run_backward, pytest_pid = torch.autograd.graph._engine_run_backward, os.getpid()
 
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        assert os.getpid() != own, "a gradient in the tests' own process: compute it in a fork, or without gradients"
+    def run_backward_in_fork(*args: Any, **kwargs: Any) -> Any:
+        assert os.getpid() != pytest_pid, "gradient computed in the pytest process: use a fork or torch.no_grad()"
         return run_backward(*args, **kwargs)
 
     for module in (torch.autograd, torch.autograd.graph):
-        module._engine_run_backward = refuse  # type: ignore[attr-defined]
+        module._engine_run_backward = run_backward_in_fork  # type: ignore[attr-defined]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Bring the tests into order, and mark those that may be tried twice."""
+    """Sort the tests, and mark those that may be retried."""
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))
     for item in items:
         if item.path.as_posix().endswith(LIVE):
@@ -87,43 +89,43 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Look for the tools that a test needs before its fixtures start anything.
+    """Skip a test if a required tool is missing, before its fixtures start anything.
 
-    The test is skipped from here, so that all tests without one tool are one line of the summary.
+    Tests that are skipped here for the same reason share one line of the summary.
     """
     needed = {mark.args[0] for mark in item.iter_markers("needs_tool")}
     for tool in needed | ({"browser"} & set(getattr(item, "fixturenames", ()))):
-        from tests.tools import require_tool  # not importable where a foreign suite borrows this file
+        from tests.tools import require_tool  # not importable if another test suite uses this file
 
         require_tool(tool)
 
 
-class Kept:
-    """What is computed once for all workers of a run, by name.
+class SharedCache:
+    """Cache of named values that all pytest-xdist workers of a run share.
 
-    Nobody waits: what two workers ask for in the same moment is computed twice.
+    There is no locking: if two workers need a value at the same time, both compute it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def find(self, name: str) -> Any:
-        """What is kept under the name; None where nothing is yet."""
+        """Return the value with this name; None if it is not cached yet."""
         path = self.folder / f"{name}.pickle"
         return pickle.loads(path.read_bytes()) if path.exists() else None
 
     def keep(self, name: str, value: object) -> None:
-        """Keep it for whoever asks next."""
+        """Cache a value under a name."""
         atomic_write(self.folder / f"{name}.pickle", pickle.dumps(value))
 
 
 @pytest.fixture(scope="session")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
-    """What the workers of this run have computed already."""
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> SharedCache:
+    """Values that the workers of this run have already computed."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kept"
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared_cache"
     folder.mkdir(exist_ok=True)
-    return Kept(folder)
+    return SharedCache(folder)
 
 
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -131,13 +133,13 @@ RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def run_cli() -> RunCli:
-    """Run the command line in a process of its own, as a user does."""
+    """Run the command line in a new process, as a user does."""
 
     def run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("ANYACCEL_")}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("ANYACCEL_")}
         return subprocess.run(
             [sys.executable, "-m", "anyaccel", *arguments],
-            env=kept | environment,
+            env=inherited | environment,
             capture_output=True,
             text=True,
             check=False,
@@ -149,20 +151,20 @@ def run_cli() -> RunCli:
 
 @pytest.fixture(scope="session")
 def pipelines_imported() -> None:
-    """Import every pipeline once, for tests that fork: each of their processes would import what it needs anew."""
+    """Import every pipeline once; otherwise, each forked process would import its pipelines again."""
     import diffusers
 
     from anyaccel.recipes import recipes
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what libraries say of themselves when they are imported
+        warnings.simplefilter("ignore")  # import-time warnings of libraries
         for recipe in recipes().values():
             getattr(diffusers, recipe.pipeline, None)
 
 
 @pytest.fixture(scope="session")
 def compiler_imported() -> None:
-    """Let torch's compiler import what it needs and read its sources once, before processes are forked."""
+    """Run torch.compile once before processes are forked, so that they inherit its imports and caches."""
     import torch
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SiLU())
@@ -174,16 +176,16 @@ def compiler_imported() -> None:
 def run_in_fork(
     work: Callable[[], object], arguments: list[str], environment: Mapping[str, str], timeout_s: int = 600
 ) -> "subprocess.CompletedProcess[str]":
-    """What a program writes and how it ends, in a fork of this process in which torch is imported already.
+    """Run a program in a fork of this process, where torch is already imported; return its output and exit status.
 
-    Only for what does not depend on the start of a process: it has streams, arguments and variables of its own.
+    The fork has its own streams, arguments and environment variables. Do not use it to test the start of a process.
     """
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, tempfile.TemporaryFile() as none:
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, tempfile.TemporaryFile() as empty:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, of which none is torch's
+            warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads; none of them is torch's
             process = os.fork()
         if process == 0:
-            _run_here(work, arguments, environment, (none.fileno(), out.fileno(), err.fileno()), timeout_s)
+            _run_here(work, arguments, environment, (empty.fileno(), out.fileno(), err.fileno()), timeout_s)
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         texts = []
         for stream in (out, err):
@@ -199,26 +201,26 @@ def _run_here(
     files: tuple[int, ...],
     limit_s: int,
 ) -> NoReturn:
-    """What the fork does; it never comes back."""
+    """Run the program in the forked process and exit."""
     status = 3
     try:
         signal.alarm(limit_s)
-        for number, file in enumerate(files):
-            os.dup2(file, number)
+        for descriptor, file in enumerate(files):
+            os.dup2(file, descriptor)
         sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
         for name in [name for name in os.environ if name.startswith("ANYACCEL_")]:
             del os.environ[name]
         os.environ.update(environment)
         sys.argv = arguments
-        logging.getLogger().handlers.clear()  # pytest's
-        atexit._clear()  # what the tests' own process would do at its end
+        logging.getLogger().handlers.clear()  # added by pytest
+        atexit._clear()  # exit handlers of the pytest process
         warnings.resetwarnings()
         warnings.simplefilter("ignore")
         work()
         status = 0
-    except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:  # noqa: BLE001 - as a program would end
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:  # noqa: BLE001 - print the traceback like the interpreter
         traceback.print_exc()
         status = 1
     finally:
@@ -230,7 +232,7 @@ def _run_here(
 
 @pytest.fixture
 def run_cli_forked() -> RunCli:
-    """Run the command line in a fork of this process: for what does not depend on how a process starts."""
+    """Run the command line in a fork of this process, for tests that do not depend on the start of a process."""
     from anyaccel.cli.main import main
 
     def run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":

@@ -1,4 +1,4 @@
-"""Plans that no sheet leads to, for tests of what a plan decides."""
+"""Plans with decisions that no sheet leads to, for tests of single decisions."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ __all__ = ["force_plan"]
 
 
 def force_plan(pipe: Any, **decisions: Any) -> Placement:
-    """Place a pipeline as before, with some decisions replaced."""
+    """Replace decisions in the plan of a placed pipeline; return the new placement."""
     placement = find_placement(pipe)
     assert placement is not None
     plan = replace(placement.plan, **decisions)

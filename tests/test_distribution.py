@@ -1,4 +1,4 @@
-"""The wheel and the sdist: the files in them, their metadata, and a wheel that runs from an empty folder."""
+"""The wheel and the sdist: their files and metadata, and an installed wheel that runs from an empty folder."""
 
 import json
 import os
@@ -91,7 +91,7 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_installed(site: Path, cwd: Path, *arguments: str) -> tuple[str, list[str]]:
-    """Return what the installed command prints, and the files of the anyaccel modules it loaded."""
+    """Return the output of the installed command, and the files of the anyaccel modules that it loaded."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ANYACCEL_")}
     done = subprocess.run(
         [sys.executable, "-c", RUN_AND_LIST_MODULES, *arguments],

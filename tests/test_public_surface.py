@@ -1,4 +1,4 @@
-"""The public surface: the page lists it, and no submodule hides a public name."""
+"""The public API: the documentation lists it, and no submodule shadows a public name."""
 
 import importlib
 import json
@@ -38,7 +38,7 @@ OPTIONAL_MODULES = {
     "anyaccel.server.jobs.metrics": {"prometheus_client"},
     "anyaccel.server.run_server": {"fastapi", "prometheus_client", "uvicorn"},
 }
-"""Submodules that import a package of an extra, or one that torch has on some machines only; all others must import."""
+"""Submodules that import an optional package, or one that torch installs only on some platforms; others must import."""
 
 SUBMODULES_MAY_SHADOW = (anyaccel.__name__, "anyaccel.backends", "anyaccel.recipes")
 
@@ -66,8 +66,8 @@ def list_keys(document: Any, path: str = "") -> set[str]:
         return {key for value in document for key in list_keys(value, f"{path}[]")}
     if not isinstance(document, dict):
         return set()
-    here = {name: f"{path}.{name}" if path else name for name in document}
-    return set(here.values()) | {key for name, value in document.items() for key in list_keys(value, here[name])}
+    paths = {name: f"{path}.{name}" if path else name for name in document}
+    return set(paths.values()) | {key for name, value in document.items() for key in list_keys(value, paths[name])}
 
 
 def read_documented_keys(command: str) -> list[str]:
@@ -101,9 +101,11 @@ def test_the_page_lists_the_keys_of_json_output(
     done = run_cli_forked(*arguments, **({"ANYACCEL_CACHE": str(cache)} if arguments[0] == "cache" else {}))
     assert done.returncode == 0, done.stderr
     keys, patterns = list_keys(json.loads(done.stdout)), read_documented_keys(command)
-    assert {key for key in keys if not any(matches(one, key) for one in patterns)} == set(), "not on the page"
-    required = [one for one in patterns if not one.endswith("?")]
-    assert {one for one in required if not any(matches(one, key) for key in keys)} == set(), "not in the output"
+    undocumented = {key for key in keys if not any(matches(pattern, key) for pattern in patterns)}
+    assert undocumented == set(), "not on the page"
+    required = [pattern for pattern in patterns if not pattern.endswith("?")]
+    missing = {pattern for pattern in required if not any(matches(pattern, key) for key in keys)}
+    assert missing == set(), "not in the output"
 
 
 # Names
@@ -112,29 +114,29 @@ def test_the_page_lists_the_keys_of_json_output(
 @pytest.mark.parametrize("name", SUBMODULES_MAY_SHADOW)
 def test_no_submodule_has_the_name_of_an_exported_object(name: str) -> None:
     module = importlib.import_module(name)
-    submodules = {found.name for found in pkgutil.iter_modules(module.__path__)}
+    submodules = {submodule.name for submodule in pkgutil.iter_modules(module.__path__)}
     assert submodules & set(module.__all__) == set()
 
 
 def import_submodules() -> dict[str, str]:
-    """Import every submodule; return the missing package of each that cannot be imported."""
+    """Import every submodule; map each optional one that cannot be imported to its missing package."""
     missing = {}
 
-    def refuse(name: str) -> None:
+    def fail(name: str) -> None:
         raise AssertionError(f"{name} cannot be imported")
 
-    for found in pkgutil.walk_packages(anyaccel.__path__, "anyaccel.", onerror=refuse):
+    for submodule in pkgutil.walk_packages(anyaccel.__path__, "anyaccel.", onerror=fail):
         try:
-            importlib.import_module(found.name)
+            importlib.import_module(submodule.name)
         except ModuleNotFoundError as error:
-            if found.name not in OPTIONAL_MODULES:
+            if submodule.name not in OPTIONAL_MODULES:
                 raise
-            missing[found.name] = (error.name or "").split(".")[0]
+            missing[submodule.name] = (error.name or "").split(".")[0]
     return missing
 
 
 def call_everything() -> dict[str, str]:
-    """Call every public function with small arguments; return what each returned."""
+    """Call every public function with small arguments; return the type name of each result."""
     import torch
 
     from anyaccel.errors import NotMeasurableError
@@ -150,7 +152,7 @@ def call_everything() -> dict[str, str]:
         return value
 
     def measure(name: str, kind: type | None) -> None:
-        """Call a function that may raise its documented error, on a device that has no such figure."""
+        """Call a function that may raise `NotMeasurableError`."""
         try:
             call(name, "cpu", returns=kind)
         except NotMeasurableError as error:
@@ -189,14 +191,14 @@ def call_everything() -> dict[str, str]:
 
 
 def use_everything() -> None:
-    """Import every submodule, then use every public name; a child process runs this."""
+    """Import every submodule, then use every public name. This runs in a child process."""
     missing = import_submodules()
     shadowed = [name for name in anyaccel.__all__ if isinstance(getattr(anyaccel, name), ModuleType)]
-    assert shadowed == [], f"submodules hide {shadowed}"
+    assert shadowed == [], f"submodules shadow {shadowed}"
     functions = [name for name in anyaccel.__all__ if is_function(getattr(anyaccel, name))]
     called = call_everything()
     shadowed = [name for name in anyaccel.__all__ if isinstance(getattr(anyaccel, name), ModuleType)]
-    assert shadowed == [], f"submodules hide {shadowed} after use"
+    assert shadowed == [], f"submodules shadow {shadowed} after use"
     print(json.dumps({"missing": missing, "called": called, "functions": functions}))
 
 
@@ -221,4 +223,4 @@ def test_every_public_function_works_after_all_submodules_were_imported(tmp_path
     report = json.loads(done.stdout.splitlines()[-1])
     for name, package in report["missing"].items():
         assert package in OPTIONAL_MODULES[name], f"{name} needs {package}"
-    assert set(report["functions"]) - set(report["called"]) == set(), "no call in call_everything"
+    assert set(report["functions"]) - set(report["called"]) == set(), "not called by call_everything"

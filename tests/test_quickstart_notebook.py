@@ -21,7 +21,7 @@ def code_cells(notebook: Any) -> list[Any]:
 
 
 def read_output(cell: Any) -> str:
-    """Return what a cell prints and shows as text."""
+    """Return the text output of a cell."""
     texts = []
     for output in cell.outputs:
         if output.output_type == "stream" and output.name == "stdout":
@@ -42,7 +42,7 @@ def test_the_notebook_is_valid_and_is_stored_without_outputs() -> None:
 def test_every_cell_of_the_notebook_runs(tmp_path: Path) -> None:
     from nbclient import NotebookClient
 
-    # The tests compute in one thread; a user's kernel does not.
+    # The tests run torch in one thread, but a user's kernel does not.
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environment |= {
         "HF_HUB_OFFLINE": "1",

@@ -5,7 +5,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from anyaccel.backends.evidence import load_verifications
+from anyaccel.backends.evidence_files import load_verifications
 from anyaccel.checking.chart.badge import make_badge
 from anyaccel.checking.chart.chart_json import as_document, read_chart
 from anyaccel.checking.chart.markdown import write_markdown

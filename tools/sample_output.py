@@ -18,7 +18,7 @@ A marker is an HTML comment on the line before a fence:
     <!-- file: NAME -->      before any block: save it under that name, for the commands and blocks of the page
     <!-- virtual: NAME -->   anywhere on a page: run its ```python blocks with this virtual device
 
-The blocks of a page share one process, one set of variables and one temporary folder. A hub id in `MODELS` is a folder
+The blocks of a page share one process, one set of variables and one temporary folder. A Hub ID in `MODELS` is a folder
 there with a tiny pipeline, so that the published code runs without a download. `tests/docs` runs the same code.
 """
 

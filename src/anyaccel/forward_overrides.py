@@ -137,7 +137,7 @@ class ForwardOverrides:
     def _get_module(self) -> torch.nn.Module:
         module = self._module()
         if module is None:
-            raise ReferenceError("the module of this forward no longer exists")
+            raise ReferenceError("the module that this forward method belongs to no longer exists")
         return module
 
     def _get_original(self) -> Any:

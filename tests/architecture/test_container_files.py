@@ -1,4 +1,4 @@
-"""Dockerfile and compose.yaml: they name files, options and paths that exist. Neither is built here."""
+"""Dockerfile and compose.yaml: the files, options and paths in them exist. No image is built."""
 
 import json
 import re
@@ -24,11 +24,11 @@ def test_copied_files_exist_and_are_in_the_build_context() -> None:
 
 def test_the_entry_point_uses_options_that_the_command_has() -> None:
     (line,) = re.findall(r"^ENTRYPOINT (.+)$", DOCKERFILE, re.MULTILINE)
-    words = json.loads(line)
-    assert words[:4] == ["python3", "-m", "anyaccel", "serve"]
+    arguments = json.loads(line)
+    assert arguments[:4] == ["python3", "-m", "anyaccel", "serve"]
     serve = get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    known = {option for parameter in serve.params for option in parameter.opts}
-    assert {word for word in words if word.startswith("--")} <= known
+    options = {option for parameter in serve.params for option in parameter.opts}
+    assert {argument for argument in arguments if argument.startswith("--")} <= options
 
 
 def test_every_service_has_its_own_volume_and_port() -> None:

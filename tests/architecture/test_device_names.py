@@ -10,19 +10,19 @@ from tests.conftest import ALL_SHEETS, SOURCE
 
 NAMES = {name for sheet in ALL_SHEETS for name in (sheet.name, sheet.torch_name)}
 
-# Files that may compare with `cpu` (no other name), with the reason.
+# Files that may compare with `cpu`, but with no other device name, and the reason.
 EXCEPTIONS: dict[str, str] = {
     "cluster/ray_cluster.py": "CPU is the name of a Ray resource",
     "emulator/collectives.py": "gloo is also registered for CPU tensors",
-    "emulator/predispatch_patches.py": "safetensors takes a string, and loads to the CPU for a virtual device",
-    "planning/options.py": "cpu is a value of the option scheduler",
-    "runtime/call/run.py": "cpu is a value of the option scheduler",
-    "runtime/distributed/parallel.py": "torch.distributed has one string for the backends of CPU and device",
+    "emulator/predispatch_patches.py": "safetensors accepts a string, and loads to the CPU for a virtual device",
+    "planning/options.py": "cpu is a value of the `scheduler` option",
+    "runtime/call/run.py": "cpu is a value of the `scheduler` option",
+    "runtime/distributed/parallel.py": "torch.distributed selects the CPU and device backends with one string",
 }
 
 
 INSPECTING = {"hasattr", "getattr", "dict", "frozenset", "set", "tuple", "list"}
-"""Functions that inspect their argument: a device name in a call of them is a decision."""
+"""Functions that inspect their argument: a device name as an argument is a decision."""
 LOOKUPS = {"startswith", "endswith", "get", "fullmatch", "match", "search", "count", "index", "pop"}
 DEVICE_ATTRIBUTES = {f"is_{name}" for name in NAMES} | {"hip"}
 """torch attributes that are specific to one device."""
@@ -61,12 +61,12 @@ def list_files() -> list[Path]:
 
 
 def test_no_code_decides_by_device_name() -> None:
-    found = {
+    decisions = {
         str(path.relative_to(SOURCE)): [ast.unparse(node) for node in find_decisions(ast.parse(path.read_text()))]
         for path in list_files()
     }
-    assert [name for name in EXCEPTIONS if not found[name]] == [], "remove exceptions that are no longer needed"
-    offenders = {name: left for name, codes in found.items() if (left := drop_allowed(name, codes))}
+    assert [name for name in EXCEPTIONS if not decisions[name]] == [], "remove exceptions that are no longer needed"
+    offenders = {name: left for name, codes in decisions.items() if (left := drop_allowed(name, codes))}
     assert offenders == {}, "check a capability of the sheet instead"
 
 

@@ -30,7 +30,7 @@ def test_only_forward_overrides_assigns_a_forward() -> None:
 
 
 def test_plans_are_not_reassigned() -> None:
-    assert find_offenders(PLAN) == [], "what happens after planning goes into plan.report"
+    assert find_offenders(PLAN) == [], "record later events in plan.report"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ OWNERS = {
     "read_seed": "call_limits.py",
     "read_seeds": "call_limits.py",
 }
-"""Functions that once had several copies, with the module that owns them."""
+"""Functions that once had several copies, and the modules that own them."""
 
 
 @functools.cache
@@ -32,7 +32,7 @@ def list_nodes() -> list[tuple[str, ast.AST]]:
 
 
 def find_offenders(owner: str, offends: Callable[[ast.AST], bool]) -> list[str]:
-    """Return the code outside of the owner module that only the owner may have."""
+    """Return code outside the owner module that only the owner may contain."""
     return [
         f"{module}:{getattr(node, 'lineno', 0)}: {ast.unparse(node)[:80]}"
         for module, node in list_nodes()
@@ -69,7 +69,7 @@ def find_targets(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def is_step_override(node: ast.AST) -> bool:
-    """Return whether a node replaces `scheduler.step`; `self.step` is another attribute."""
+    """Return whether a node replaces `scheduler.step`; `self.step` is a different attribute."""
     return any(
         (isinstance(target, ast.Attribute) and target.attr == "step" and ast.unparse(target.value) != "self")
         or ast.unparse(target).endswith(("vars(scheduler)['step']", ".__dict__['step']"))

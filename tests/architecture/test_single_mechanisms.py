@@ -18,11 +18,11 @@ WRITES = {
     "tempfile.mktemp",
 }
 ONE_ARGUMENT_RENAMES = {"rename", "replace"}
-"""Methods of `Path`. `str.replace` has two positional arguments, `date.replace` has none."""
+"""Methods of `Path`. `str.replace` takes two positional arguments, `date.replace` takes none."""
 
 
 def find_calls(source: str) -> list[str]:
-    """List calls as `module.function`, by the names that the module imports; a rename of a path as `Path.rename`."""
+    """List calls as `module.function`, resolved through imports. A path that is renamed is listed as `Path.rename`."""
     tree = ast.parse(source)
     imported = {}
     for node in ast.walk(tree):
@@ -56,10 +56,10 @@ def list_offenders() -> dict[str, list[str]]:
     for path in sorted(SOURCE.rglob("*.py")):
         file = path.relative_to(SOURCE)
         calls = find_calls(path.read_text())
-        found = [call for call in calls if call.startswith("gc.") and file != GC_MODULE]
-        found += [call for call in calls if is_write(call) and STORAGE not in file.parents]
-        if found:
-            offenders[str(file)] = found
+        owned = [call for call in calls if call.startswith("gc.") and file != GC_MODULE]
+        owned += [call for call in calls if is_write(call) and STORAGE not in file.parents]
+        if owned:
+            offenders[str(file)] = owned
     return offenders
 
 

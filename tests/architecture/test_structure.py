@@ -86,7 +86,7 @@ def test_one_module_per_accelerator() -> None:
 
 
 def test_no_file_names_a_package_index() -> None:
-    # Split into pieces, or the check would find this file.
+    # The strings are split, because this check must not find its own file.
     index = re.compile("|".join([r"--(extra-)?index-" + "url", "py" + r"pi\.org", r"download\.py" + r"torch\.org/whl"]))
     offenders = []
     for path in [*ROOT.glob("[!.]*"), *(path for folder in OUR_FOLDERS for path in (ROOT / folder).rglob("*"))]:

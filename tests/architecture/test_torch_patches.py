@@ -30,7 +30,7 @@ def find_aliases(tree: ast.AST) -> dict[str, str]:
 
 
 def get_dotted_name(node: ast.AST, names: dict[str, str]) -> str:
-    """Return the dotted name of a torch member; empty for anything else."""
+    """Return the dotted name of a torch member; an empty string for anything else."""
     if isinstance(node, ast.Name):
         return names.get(node.id, "")
     if isinstance(node, ast.Attribute):

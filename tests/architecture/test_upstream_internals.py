@@ -1,7 +1,7 @@
 """Only `upstream/` uses private names of other libraries.
 
-A private name has one leading underscore and is not defined by the folder of the file. Uses are attributes, `getattr`
-and similar calls, lookups in `vars(…)`, and imports. Names with an entry in `upstream/` also count in any string.
+A private name has one leading underscore and is not defined in the same folder. Uses are attributes, `getattr`
+and similar calls, lookups in `vars(…)`, and imports. Names with an entry in `upstream/` also count as strings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from anyaccel.emulator.torch_patch_registry import PATCHES
 from tests.conftest import SOURCE
 
 ALLOWED = ("upstream/", "emulator/torch_patch_registry.py", "library_logging.py")
-"""`library_logging.py` has the texts of dropped log messages; tests/upstream covers them."""
+"""`library_logging.py` contains the texts of log messages that it drops; tests/upstream covers them."""
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "attrgetter"}
 PATCHED = {patch.name.removesuffix(".__init__") for patch in PATCHES}
 PATH = re.compile(r"(torch|diffusers|transformers|accelerate)(\.\w+)*\._(?!_)\w+[\w.]*")
@@ -25,11 +25,11 @@ TEXTS = re.compile(
     r"\bcheck_inputs\b|\bf_locals\b|must be divisible by mesh size|should be kept in float32|experimental feature"
     r"|Graph break in user code|Loading pipeline components|It seems like some layers were not executed"
 )
-"""Details without an underscore: a method, frame locals, texts of messages."""
+"""Private details without an underscore: a method, frame locals and message texts."""
 DOCUMENTED = {"_exit", "_getframe", "_fields"}
 """Documented names of the standard library: `os._exit`, `sys._getframe`, `_fields` of a named tuple."""
 OPERATORS = {"aten", "_ATEN", "torch.ops.aten"}
-"""Attributes of these are ATen operators, which dispatch modes receive; `_to_copy` is one like `add`."""
+"""Attributes of these are ATen operators, which dispatch modes receive; `_to_copy` is an operator like `add`."""
 EXCEPTIONS = {
     ("runtime/pipeline.py", "_execution_device"): "overrides a private method of diffusers",
     ("checking/pytest_plugin.py", "_pytest"): "pytest has no public name for its runner",
@@ -91,7 +91,7 @@ def read_names(node: ast.AST) -> Iterator[str]:
 
 
 def find_private(tree: ast.AST, members: frozenset[str] = frozenset()) -> Iterator[tuple[ast.AST, str]]:
-    """Yield the nodes that use a private name of another library, with the name."""
+    """Yield each node that uses a private name of another library, and the name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             if node.attr not in members | DOCUMENTED and ast.unparse(node.value) not in OPERATORS:
@@ -138,14 +138,14 @@ def is_namespace(node: ast.expr) -> bool:
 
 
 def test_private_names_are_used_only_in_upstream() -> None:
-    found = {
+    uses = {
         (file, name): f"{file}:{getattr(node, 'lineno', 0)}: {ast.unparse(node)[:100]}"
         for file, tree in list_trees().items()
         if not file.startswith(ALLOWED)
         for node, name in find_private(tree, list_members(get_folder(file)))
     }
-    offenders = [line for use, line in found.items() if use not in EXCEPTIONS]
-    unneeded = [f"{file}: the exception for {name} is no longer needed" for file, name in set(EXCEPTIONS) - set(found)]
+    offenders = [line for use, line in uses.items() if use not in EXCEPTIONS]
+    unneeded = [f"{file}: the exception for {name} is no longer needed" for file, name in set(EXCEPTIONS) - set(uses)]
     assert offenders + unneeded == [], "add an entry to upstream/ with a test in tests/upstream"
 
 

@@ -1,4 +1,4 @@
-"""The GitHub workflows: valid, least permissions, and naming only files and make targets that exist."""
+"""The GitHub workflows are valid, have minimal permissions, and name only existing files and make targets."""
 
 import re
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_files_and_make_targets_that_are_named_exist(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_no_workflow_names_a_package_index(path: Path) -> None:
-    # Put together here, because the check of the whole repository must not find this file.
+    # The strings are split, because the check of the whole repository must not find this file.
     index = re.compile("|".join([r"index-" + "url", "py" + r"pi\.org", r"download\.py" + r"torch\.org"]))
     assert not index.search(path.read_text())
 

@@ -92,9 +92,9 @@ def test_missing_software_is_distinguished_from_missing_hardware() -> None:
 def test_error_of_failing_software_is_quoted() -> None:
     machine = replace(LINUX, modules=frozenset({"torch_npu"}))
     device = check("npu", machine, "ImportError: libhccl.so: cannot open shared object file")
-    assert (
-        device.reason
-        == "the required software is installed but fails: ImportError: libhccl.so: cannot open shared object file"
+    assert device.reason == (
+        "the required software is installed but raises an error: "
+        "ImportError: libhccl.so: cannot open shared object file"
     )
     assert not device.available
 

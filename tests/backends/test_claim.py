@@ -24,8 +24,8 @@ def make_limit(only_on: tuple[str, ...] = (), only_if: tuple[str, ...] = ()) -> 
             None,
             {"torch": "2.8.0.dev1+cpu"},
             False,
-        ),  # a nightly counts as its release
-        (make_limit(only_if=("torch<2.8", "macos<14")), None, {"torch": "2.9"}, False),  # one "no" decides
+        ),  # a nightly build counts as its release
+        (make_limit(only_if=("torch<2.8", "macos<14")), None, {"torch": "2.9"}, False),  # one unmet condition is enough
         (make_limit(only_on=("m1",), only_if=("torch<2.8",)), "m1", {}, None),
     ],
 )

@@ -56,7 +56,7 @@ def test_invalid_variable_raises(monkeypatch: pytest.MonkeyPatch, value: str) ->
 def test_index_out_of_range_raises() -> None:
     for name in ("cpu:3", "cpu:99999"):
         with pytest.raises(
-            DeviceUnavailableError, match=f"{name} is not available: this process has 1 cpu device, indices start at 0"
+            DeviceUnavailableError, match=f"{name} is not available: this process has only 1 cpu device"
         ):
             anyaccel.open_device(name)
     assert not anyaccel.is_available("cpu:3")
@@ -121,7 +121,7 @@ def test_opening_resolves_conditions_by_product_version_and_probe(monkeypatch: p
     float16 = sheet.dtype("float16")
     assert isinstance(float16, Limit)
     assert not float16.conditional
-    assert probed == ["int64"], "only contradicted dtypes are probed, not those that the product decides"
+    assert probed == ["int64"], "only contradicted dtypes are probed, not those that depend on the product"
     assert sheet.dtype("int64").evidence == "hardware"  # type: ignore[union-attr]
 
 

@@ -1,4 +1,4 @@
-"""Drivers: default behavior through the torch device module, and overrides of backends.
+"""Drivers: default behavior through the torch device module, and backend overrides.
 
 The fake device modules have only the functions under test, with the vendors' names and signatures.
 """
@@ -112,7 +112,7 @@ def test_cpu_supports_every_dtype(dtype: str) -> None:
 
 
 class NarrowTensor(torch.Tensor):
-    """A tensor that moving to a device narrows like float64 on Gaudi: the value changes, the dtype does not."""
+    """A tensor that is narrowed by a move to a device, like float64 on Gaudi: the value changes, the dtype does not."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,12 +152,12 @@ def test_probe_on_a_full_device_decides_nothing(error: Exception, monkeypatch: p
     def run_out(self: torch.Tensor, target: Any) -> torch.Tensor:
         raise error
 
-    doubted = DtypeLimit(
+    contradicted = DtypeLimit(
         says="Rejected.", source="https://x", evidence="documented", effect="narrowed", contradicted_by="https://y"
     )
-    sheet = replace(CPU, dtypes=replace(CPU.dtypes, float64=doubted))
+    sheet = replace(CPU, dtypes=replace(CPU.dtypes, float64=contradicted))
     monkeypatch.setattr(torch.Tensor, "to", run_out)
-    assert Driver(sheet).resolve_conditions(CPU_DEVICE).dtype("float64") == doubted
+    assert Driver(sheet).resolve_conditions(CPU_DEVICE).dtype("float64") == contradicted
     with pytest.raises(RuntimeError, match=str(error)[:20]):
         probe_dtype("float64", CPU_DEVICE)
 
@@ -183,12 +183,12 @@ def test_memory_limit_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_contradicted_dtype_is_probed() -> None:
-    doubted = DtypeLimit(
+    contradicted = DtypeLimit(
         says="Rejected.", source="https://x", evidence="documented", effect="error", contradicted_by="https://y"
     )
-    certain = replace(doubted, contradicted_by="")
-    sheet = replace(CPU, dtypes=replace(CPU.dtypes, float64=doubted, int64=certain))
+    uncontradicted = replace(contradicted, contradicted_by="")
+    sheet = replace(CPU, dtypes=replace(CPU.dtypes, float64=contradicted, int64=uncontradicted))
     resolved = Driver(sheet).resolve_conditions(CPU_DEVICE)
     assert isinstance(resolved.dtype("float64"), Yes)
     assert resolved.dtype("float64").evidence == "hardware"  # type: ignore[union-attr]
-    assert resolved.dtype("int64") == certain, "an uncontradicted limit is not probed"
+    assert resolved.dtype("int64") == uncontradicted, "an uncontradicted limit is not probed"

@@ -1,4 +1,4 @@
-"""Quirks: names that code reacts to are on a sheet; all others are marked as information only."""
+"""Quirks: those that code handles are on a sheet, and all others are marked as information only."""
 
 import ast
 
@@ -53,11 +53,12 @@ def test_code_uses_constants_for_quirk_names() -> None:
 
 
 def test_misspelled_quirk_raises_when_the_sheet_is_defined() -> None:
-    with pytest.raises(UsageError, match="no code handles the quirk 'float32_atention'") as caught:
+    with pytest.raises(UsageError, match="unknown quirk 'float32_atention'") as caught:
         make_quirk("float32_atention")
     assert "did you mean float32_attention?" in caught.value.hint
     assert make_quirk("rattles", information_only=True).information_only
     with pytest.raises(
-        UsageError, match="the quirk 'float32_attention' cannot be information_only: code depends on it"
+        UsageError,
+        match="the quirk 'float32_attention' cannot have information_only=True: anyaccel has code that handles it",
     ):
         make_quirk("float32_attention", information_only=True)

@@ -13,7 +13,7 @@ from diffusers.utils import torch_utils
 
 import anyaccel
 from anyaccel.backends.claim import Claim, DtypeLimit, Effect, Evidence, Limit, RoundTrip, SizeLimit, Unknown, Yes
-from anyaccel.backends.evidence import FOLDER
+from anyaccel.backends.evidence_files import FOLDER
 from anyaccel.backends.registry import build_registry
 from anyaccel.backends.requirement import Requirement
 from anyaccel.backends.sheet import Compiler, Distributed, Sheet
@@ -32,7 +32,7 @@ def test_eight_backends_and_rocm_exist() -> None:
 
 
 def is_repository_file(source: str, *folders: str) -> bool:
-    """Return whether a source is a file of this repository in one of the folders."""
+    """Return whether a source is a file in one of these folders of the repository."""
     return source.startswith(folders) and (ROOT / source).is_file()
 
 
@@ -213,7 +213,7 @@ def test_product_resolves_conditions() -> None:
     assert isinstance(first, Limit)
     assert not first.conditional
     assert hpu.on(product="gaudi1").adjusted_dtype("float16") == "bfloat16"
-    assert hpu.adjusted_dtype("float16") == "float16", "an open condition changes nothing"
+    assert hpu.adjusted_dtype("float16") == "float16", "an unresolved condition changes nothing"
     xpu = anyaccel.sheet("xpu")
     assert xpu.on(product="arc-b580").limits(SizeLimit) == {}
     assert len(xpu.on(product="arc-a770").limits(SizeLimit)) == 1
@@ -224,7 +224,7 @@ def test_unknown_product_lists_the_known_ones() -> None:
         anyaccel.sheet("hpu").on(product="gaudy2")
 
 
-# Where the sheets differ from diffusers 0.42.1, with the source that is followed instead.
+# Differences from diffusers 0.42.1, with the source that the sheets follow instead.
 DIFFERENCES = {
     # Stored as float32 by the bridge while torch reports float64: gaudi-pytorch-bridge backend/helpers/tensor_utils.cpp
     ("hpu", "float64"): torch.float32,
@@ -246,7 +246,7 @@ DEVICES = sorted({sheet.torch_name for sheet in ALL_SHEETS})
 def test_dtypes_agree_with_diffusers() -> None:
     ours, theirs = {}, {}
     for device, dtype in itertools.product(DEVICES, ("float64", "int64", "float32", "float16", "bfloat16", "int32")):
-        fake_device: Any = SimpleNamespace(type=device)  # torch has no "neuron" without its module
+        fake_device: Any = SimpleNamespace(type=device)  # torch rejects "neuron" without its module
         theirs[device, dtype] = torch_utils.maybe_adjust_dtype_for_device(getattr(torch, dtype), fake_device)
         ours[device, dtype] = getattr(torch, anyaccel.sheet(device).adjusted_dtype(dtype))
     assert {key: dtype for key, dtype in ours.items() if dtype != theirs[key]} == DIFFERENCES

@@ -56,7 +56,7 @@ def test_a_failed_variant_reports_its_error(tmp_path: Path) -> None:
 
 
 def test_an_unknown_variant_is_rejected() -> None:
-    with pytest.raises(UsageError, match=r"unknown variants: \['faster'\]"):
+    with pytest.raises(UsageError, match=r"unknown variant 'faster'"):
         run_bench(BenchCase(model="x", variants=("faster",)))
 
 

@@ -1,6 +1,6 @@
 """Tests for failed variants and images with NaN or Inf.
 
-The processes are real, but run a short script that answers like the worker.
+The processes are real, but they run a short script with the protocol of the worker.
 """
 
 import json
@@ -81,11 +81,11 @@ def save_image(folder: Path, name: str, value: float) -> Path:
 @pytest.mark.parametrize("value", [numpy.nan, numpy.inf, -numpy.inf])
 def test_psnr_of_an_image_with_nan_or_inf_is_an_error(tmp_path: Path, value: float) -> None:
     ours, stock = save_image(tmp_path, "anyaccel", 0.5), save_image(tmp_path, "stock eager", value)
-    with pytest.raises(NotMeasurableError, match=r"^the image of stock eager contains NaN or Inf\n"):
+    with pytest.raises(NotMeasurableError, match=r"^the image from stock eager contains NaN or Inf\n"):
         measure_file_psnr(ours, stock)
-    with pytest.raises(NotMeasurableError, match=r"^the image of stock eager contains NaN or Inf\n"):
+    with pytest.raises(NotMeasurableError, match=r"^the image from stock eager contains NaN or Inf\n"):
         measure_file_psnr(stock, ours)
-    with pytest.raises(NotMeasurableError, match="images of stock eager and anyaccel contain NaN or Inf"):
+    with pytest.raises(NotMeasurableError, match="images from stock eager and anyaccel contain NaN or Inf"):
         measure_file_psnr(stock, save_image(tmp_path, "anyaccel", value))
 
 
@@ -101,19 +101,19 @@ def test_psnr(tmp_path: Path) -> None:
 @pytest.mark.parametrize("image", ["nan", "inf"])
 def test_a_stock_image_with_nan_or_inf_is_reported(monkeypatch: pytest.MonkeyPatch, image: str) -> None:
     row = run(monkeypatch, {"stock eager": {"image": image}})
-    assert row["variants"]["anyaccel"]["not_compared"] == "the image of stock eager contains NaN or Inf"
+    assert row["variants"]["anyaccel"]["not_compared"] == "the image from stock eager contains NaN or Inf"
     assert "psnr_db" not in row["variants"]["anyaccel"]
     assert row["fast_psnr_db"] is None
     lines = list(format_bench([row]))
     [ours] = [line for line in lines if line.startswith("  anyaccel  ")]
-    assert "the image of stock eager contains NaN or Inf" in ours
+    assert "the image from stock eager contains NaN or Inf" in ours
     assert "same image" not in ours
 
 
 def test_an_exact_image_with_nan_is_reported_for_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     row = run(monkeypatch, {"anyaccel": {"image": "nan"}})
-    assert row["fast_not_compared"] == "the image of anyaccel contains NaN or Inf"
-    assert "as exact, and the image of anyaccel contains NaN or Inf" in "\n".join(format_bench([row]))
+    assert row["fast_not_compared"] == "the image from anyaccel contains NaN or Inf"
+    assert "as exact, and the image from anyaccel contains NaN or Inf" in "\n".join(format_bench([row]))
 
 
 @pytest.mark.parametrize("command", ["warm", "go", "finish"])
@@ -156,7 +156,7 @@ def test_run_bench_raises_if_a_variant_fails(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_case_without_variants_is_rejected() -> None:
-    with pytest.raises(UsageError, match="each case requires known variants"):
+    with pytest.raises(UsageError, match="a benchmark case has no variants"):
         run_bench(BenchCase(model="tiny", variants=()))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-# The cases fork, so torch must not start threads first.
+# Each case runs in a forked process, so torch must not start threads first.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
@@ -19,7 +19,7 @@ from tests.calibration.known_good import KNOWN_GOOD
 def main() -> int:
     """Run the cases; return 1 if too few failures are caught or there is a false alarm."""
     parser = argparse.ArgumentParser(prog="python -m tests.calibration", description=__doc__)
-    parser.add_argument("names", nargs="*", help="run only cases with one of these in their name")
+    parser.add_argument("names", nargs="*", help="run only cases with one of these strings in their name")
     parser.add_argument("--json", type=Path, help="write the outcomes to this file")
     arguments = parser.parse_args()
     cases = [case for case in (*FAILURES, *KNOWN_GOOD) if _is_selected(case.name, arguments.names)]

@@ -1,4 +1,4 @@
-"""Runs every case on its virtual device and compares the ledger with what the hardware did."""
+"""Run each case on its virtual device and compare the ledger with the effect on hardware."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.calibration.case import Case
 __all__ = ["CaseOutcome", "Summary", "calibrate", "load_libraries", "observe", "strict_error_classes", "summarize"]
 
 FALSE_ALARMS = ("error", "wrong")
-"""Effects that a program must not have if it runs correctly on hardware."""
+"""Effects that are false alarms if the program runs correctly on hardware."""
 _PRELOADED = (
     "StableDiffusionPipeline",
     "StableDiffusionXLPipeline",
@@ -41,7 +41,7 @@ class CaseOutcome:
     effect: str | None
     thread: str
     good: bool
-    """A failure was caught, or a correct program raised no false alarm."""
+    """Whether the failure was caught, or the correct program raised no false alarm."""
     rows: list[str]
     """The relevant rows of the ledger, as text."""
     raised: str
@@ -75,7 +75,7 @@ class Summary:
 
 
 def load_libraries() -> None:
-    """Import what the cases need, once: each case is a fork of this process."""
+    """Import the libraries once; each case runs in a fork of this process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in _PRELOADED:
@@ -151,7 +151,7 @@ def _run(case: Case, accelerator: VirtualAccelerator) -> tuple[list[LedgerRow], 
         warnings.simplefilter("ignore")
         try:
             case.run(accelerator.device())
-        except Exception as error:  # noqa: BLE001 - the error of a snippet is its result
+        except Exception as error:  # noqa: BLE001 - an error is the result of a snippet
             error_classes = [cls.__name__ for cls in type(error).__mro__]
             raised = f"{error_classes[0]}: {error}".splitlines()[0][:200]
     return accelerator.ledger.rows(), error_classes, raised

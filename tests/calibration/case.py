@@ -1,7 +1,7 @@
 """A documented observation on a real device, with a snippet that reproduces it.
 
-Included are failures that follow from what the program does: a dtype, an operation, a size, a random draw, a tensor of
-another device. Failures that depend only on the version of a driver or system are not included.
+The cases are failures that the program causes with a dtype, an operation, a size, a random draw or a tensor on another
+device. Failures that depend only on the version of a driver or operating system are not included.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Case:
     run: Snippet
     """The code of the user, pipeline or scheduler, at a tiny size."""
     product: str | None = None
-    """The product if it matters, or a memory size: `gaudi1`, `1MiB`."""
+    """The product, if it matters, or a memory size: `gaudi1`, `1MiB`."""
     strict_error: str | None = None
     """The error class in the source: `TypeError`. Only an error of this class counts as the failure."""
     site: str | None = None
     """The file of diffusers or transformers with the failing line; None if it is the snippet itself."""
     limit: str = ""
-    """Part of the limit's name. Other limits that the snippet hits do not count."""
+    """Part of the limit's name. Violations of other limits do not count."""
 
     @property
     def file(self) -> str:

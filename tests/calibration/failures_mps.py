@@ -43,7 +43,7 @@ def _attend_to_permuted_inputs(device: torch.device) -> None:
 
 
 def _attend_to_a_long_video(device: torch.device) -> None:
-    # Heads of one element: there are still 2**31 scores, but they take seconds instead of minutes.
+    # With one element per head there are still 2**31 scores, but they take seconds instead of minutes.
     query = torch.zeros(1, 2, 2**15, 1, device=device)
     key = torch.zeros(1, 2, 2**15 + 512, 1, device=device)
     functional.scaled_dot_product_attention(query, key, key)

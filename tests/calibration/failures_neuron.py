@@ -109,7 +109,7 @@ CASES = (
         device="neuron",
         effect="slow",
         thread="https://github.com/huggingface/optimum-neuron/issues/653",
-        says="Another width and height is another compilation.",
+        says="Every new width and height requires a compilation.",
         run=snippets.decode_two_sizes,
         limit="new_shapes",
     ),

@@ -55,7 +55,7 @@ def move_cpu_noise(device: torch.device) -> None:
 
 
 def step_with_cpu_timesteps(device: torch.device) -> None:
-    """Run a denoising loop without host reads until the end."""
+    """Run a denoising loop that reads no values from the device until the end."""
     scheduler = diffusers.EulerDiscreteScheduler()
     scheduler.set_timesteps(4, device="cpu")
     scheduler.set_begin_index(0)
@@ -128,7 +128,7 @@ def rotate_in_complex64(device: torch.device) -> None:
 
 
 def fill_position_ids_in_int32(device: torch.device) -> None:
-    """Compute position IDs with the int32 cast that transformers applies for the first Gaudi."""
+    """Compute position IDs with the int32 cast that transformers applies on first-generation Gaudi."""
     mask = torch.tensor([[0, 0, 1, 1, 1]], device=device)
     position_ids = (mask.long().cumsum(-1) - 1).to(torch.int32)
     position_ids.masked_fill_(mask == 0, 1)
@@ -145,7 +145,7 @@ def store_layers_in_fp8(device: torch.device) -> None:
 
 
 def scale_gradients(device: torch.device) -> None:
-    """Run a GradScaler step with preset gradients; unscaling them uses float64."""
+    """Run a GradScaler step with preset gradients, which are unscaled in float64."""
     model = torch.nn.Linear(4, 1).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(device.type)

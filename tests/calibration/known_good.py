@@ -131,13 +131,13 @@ KNOWN_GOOD = (
     _good(
         "hpu-real-rotary",
         "https://github.com/vllm-project/vllm-gaudi/pull/1617",
-        "A rotary embedding in real numbers runs.",
+        "A real-valued rotary embedding works.",
         good_snippets.rotate_in_real_numbers,
     ),
     _good(
         "hpu-gaudi1-position-ids",
         "https://github.com/huggingface/transformers/pull/36424",
-        "Position ids in int32 run on the first Gaudi.",
+        "int32 position IDs work on first-generation Gaudi.",
         good_snippets.fill_position_ids_in_int32,
         "gaudi1",
     ),
@@ -158,7 +158,7 @@ KNOWN_GOOD = (
     _good(
         "xpu-flux",
         _DIFFUSERS + "pull/11245",
-        "FLUX gives an image like an A100's.",
+        "FLUX generates an image like that of an A100.",
         good_snippets.generate_with("flux", torch.bfloat16),
         "max-1550",
     ),
@@ -202,7 +202,7 @@ KNOWN_GOOD = (
     _good(
         "mlu-real-rotary",
         "https://github.com/ModelTC/LightX2V/pull/1163",
-        "Z-Image with a rotary embedding in real numbers runs.",
+        "Z-Image runs with a real-valued rotary embedding.",
         good_snippets.rotate_in_real_numbers,
     ),
     _good(

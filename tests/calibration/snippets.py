@@ -141,7 +141,7 @@ def create_mask_on_cuda(device: torch.device) -> None:
 
 
 def scale_gradients(device: torch.device) -> None:
-    """Run a GradScaler step with preset gradients; unscaling them uses float64."""
+    """Run a GradScaler step with preset gradients, which are unscaled in float64."""
     model = torch.nn.Linear(4, 1).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(device.type)
@@ -153,7 +153,7 @@ def scale_gradients(device: torch.device) -> None:
 
 def attend_at_large_size(device: torch.device) -> None:
     """Run attention with more than 4 GiB of scores."""
-    query = torch.zeros(1, 10, 96 * 112, 1, device=device)  # heads of one element: larger heads would be slow
+    query = torch.zeros(1, 10, 96 * 112, 1, device=device)  # one element per head; larger heads would be slow
     functional.scaled_dot_product_attention(query, query, query)
 
 

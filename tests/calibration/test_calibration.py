@@ -8,7 +8,7 @@ from tests.calibration.calibrate import CaseOutcome, load_libraries, observe, st
 from tests.calibration.case import Case
 from tests.calibration.failures import FAILURES
 from tests.calibration.known_good import KNOWN_GOOD
-from tests.conftest import NEEDS_RECIPES, Kept
+from tests.conftest import NEEDS_RECIPES, SharedCache
 
 pytestmark = NEEDS_RECIPES
 
@@ -16,19 +16,19 @@ DEVICES = {"mps", "hpu", "neuron", "npu", "xpu", "mlu"}
 WITH_ERROR = [case for case in FAILURES if case.strict_error]
 
 
-def observe_once(case: Case, kept: Kept) -> CaseOutcome:
+def observe_once(case: Case, shared_cache: SharedCache) -> CaseOutcome:
     """Return the outcome of a case, shared between test workers."""
-    outcome: CaseOutcome | None = kept.find(f"calibration-{case.name}")
+    outcome: CaseOutcome | None = shared_cache.find(f"calibration-{case.name}")
     if outcome is None:
         load_libraries()
         outcome = observe(case)
-        kept.keep(f"calibration-{case.name}", outcome)
+        shared_cache.keep(f"calibration-{case.name}", outcome)
     return outcome
 
 
 @pytest.fixture(scope="module")
-def outcomes(kept: Kept) -> list[CaseOutcome]:
-    return [observe_once(case, kept) for case in (*FAILURES, *KNOWN_GOOD)]
+def outcomes(shared_cache: SharedCache) -> list[CaseOutcome]:
+    return [observe_once(case, shared_cache) for case in (*FAILURES, *KNOWN_GOOD)]
 
 
 def test_enough_failures_and_good_cases_on_every_device() -> None:
@@ -63,8 +63,8 @@ def test_correct_code_raises_no_false_alarm(outcomes: list[CaseOutcome]) -> None
 
 
 @pytest.mark.parametrize("case", WITH_ERROR, ids=lambda case: case.name)
-def test_strict_raises_the_documented_error(case: Case, kept: Kept) -> None:
-    if not observe_once(case, kept).good:
+def test_strict_raises_the_documented_error(case: Case, shared_cache: SharedCache) -> None:
+    if not observe_once(case, shared_cache).good:
         pytest.skip("not caught, so strict mode has nothing to raise")
     load_libraries()
     assert case.strict_error in strict_error_classes(case)

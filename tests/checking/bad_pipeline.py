@@ -5,7 +5,7 @@ from typing import Any
 import diffusers as plain
 import torch
 
-diffusers: Any = plain  # without types
+diffusers: Any = plain  # not fully typed
 __all__ = ["FAULTS", "BadPipeline", "make"]
 
 

@@ -7,7 +7,7 @@ import torch
 
 from anyaccel.recipes import recipes
 
-modular: Any = plain  # without types
+modular: Any = plain  # not fully typed
 __all__ = ["Tint", "make"]
 
 

@@ -41,8 +41,12 @@ def plain() -> Report:
 @pytest.mark.parametrize("device", find_devices("all"))
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_reported_at_its_line_on_affected_devices_only(plain: Report, device: str, fault: str) -> None:
-    violations = [found for found in plain.devices[device].violations if found.limit == FAULTS[fault]]
-    at_line = [found for found in violations if found.file.endswith("bad_pipeline.py") and found.line == line_of(fault)]
+    violations = [violation for violation in plain.devices[device].violations if violation.limit == FAULTS[fault]]
+    at_line = [
+        violation
+        for violation in violations
+        if violation.file.endswith("bad_pipeline.py") and violation.line == line_of(fault)
+    ]
     expected = EFFECTS[fault].get(device)
     if expected is None:
         assert at_line == []
@@ -53,7 +57,7 @@ def test_a_fault_is_reported_at_its_line_on_affected_devices_only(plain: Report,
 
 
 def test_no_other_line_is_reported_as_an_error(plain: Report) -> None:
-    """The one exception is the line that continues with the float64 table of a fault."""
+    """The only exception is the line that uses the float64 table from a faulty line."""
     faults = {line_of(fault) for fault in FAULTS}
     for report in plain.devices.values():
         others = {violation.code for violation in report.of("error") if violation.line not in faults}
@@ -143,7 +147,8 @@ def test_a_modular_pipeline_is_checked_with_its_own_blocks() -> None:
             for violation in report.devices[device].violations
             if violation.file.endswith("modular_pipeline.py")
         ]
-        assert (fault, "dtypes.float64", effect) in [(found.line, found.limit, found.effect) for found in violations]
+        reported = [(violation.line, violation.limit, violation.effect) for violation in violations]
+        assert (fault, "dtypes.float64", effect) in reported
         assert report.devices[device].max_difference == pytest.approx(0, abs=1e-3)
 
 
@@ -154,8 +159,8 @@ def test_a_placed_modular_pipeline_passes() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("make_exit", r"make_exit fails: SystemExit: 0 \(.*failing.py:13\)"),
-        ("make_raise", r"make_raise fails: ValueError: in make \(.*failing.py:18\)"),
+        ("make_exit", r"make_exit raised an error: SystemExit: 0 \(.*failing.py:13\)"),
+        ("make_raise", r"make_raise raised an error: ValueError: in make \(.*failing.py:18\)"),
         ("make_that_fails_on_the_cpu", r"fails on the CPU: KeyError: 'boom' \(.*failing.py:23\)"),
     ],
 )

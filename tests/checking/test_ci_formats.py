@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from anyaccel.checking.baseline import drop_known_findings, read_baseline
+from anyaccel.checking.accepted_findings import drop_known_findings, read_baseline
 from anyaccel.checking.ci_formats import as_github, as_sarif
 from anyaccel.checking.report import DeviceReport, Report, Violation
 from anyaccel.errors import UsageError
@@ -57,7 +57,7 @@ def test_baseline_findings_are_hidden_even_if_the_line_moved(tmp_path: Path) -> 
     baseline = read_baseline(str(path))
     moved = report(violation(line=70), violation(code="y.double()", line=71))
     remaining = drop_known_findings(moved, baseline)
-    assert [found.line for found in remaining.devices["mps"].violations] == [71]
+    assert [violation.line for violation in remaining.devices["mps"].violations] == [71]
     assert "findings hidden by the baseline: 1" in remaining.notes
     assert not remaining.passes
     assert drop_known_findings(report(violation(line=70)), baseline).passes

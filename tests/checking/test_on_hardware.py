@@ -68,7 +68,7 @@ def test_only_the_wrong_model_is_reported() -> None:
     assert unet.accumulated_error[0] is not None
     decode = next(result for result in report.components if result.name == "vae.decode")
     assert decode.isolated_error is not None
-    assert decode.isolated_error < 1e-4  # right on the CPU's latents
+    assert decode.isolated_error < 1e-4  # correct for the CPU's latents
     assert any("unet is the first component that is wrong" in line for line in describe_hardware_report(report))
 
 

@@ -1,4 +1,4 @@
-"""pytest plugin, with a suite that knows nothing of it and with a suite that uses it."""
+"""The pytest plugin, with a test suite that does not use it and with one that does."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ def run_pytest(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def run_pytest_forked(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run pytest in a fork, which saves the import of torch. Processes that pytest starts are new ones."""
+    """Run pytest in a fork, where torch is already imported. pytest itself still starts new processes."""
     import anyaccel.emulator.activation  # noqa: F401
 
     def work() -> None:

@@ -47,7 +47,7 @@ def run_on_terminal(
 ) -> Screen:
     """Run `anyaccel` with these arguments.
 
-    `reply` is the reply to a device attributes query. `press` is a text to wait for, and the keys to press then.
+    `reply` is the reply to a device attributes query. `press` is a text to wait for and the keys to press after it.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads; none of them is torch's

@@ -133,7 +133,7 @@ def test_lines_are_left_whole_so_that_addresses_can_be_copied(run_cli_forked: Ru
 def test_the_report_names_no_home_and_keeps_its_fence(run_cli: RunCli, tmp_path: Path) -> None:
     (tmp_path / "torch_npu.py").write_text(f"raise ImportError('{tmp_path}/secret\\n```')")
     report = run_cli("devices", "--report", PYTHONPATH=str(tmp_path), HOME=str(tmp_path)).stdout
-    assert "npu: not available: the required software is installed but fails: ImportError: ~/secret" in report
+    assert "npu: not available: the required software is installed but raises an error: ImportError: ~/secret" in report
     assert report.count("```") == 2
 
 

@@ -1,4 +1,4 @@
-"""Images in the terminal: encodings are decoded as a terminal does, and the right protocol is chosen."""
+"""Images in the terminal: encodings, decoded like a terminal does, and the choice of the protocol."""
 
 import base64
 import io
@@ -53,7 +53,7 @@ def test_iterm2_sends_the_file_in_one_sequence() -> None:
 
 
 def read_sixel(text: str) -> Pixels:
-    """Return the image that a terminal draws, with color levels from 0 to 100."""
+    """Decode sixel data like a terminal; return the image with color levels from 0 to 100."""
     match = re.fullmatch('\x1bPq"1;1;([0-9]+);([0-9]+)(.*)\x1b\\\\', text, re.DOTALL)
     assert match is not None
     width, height = int(match[1]), int(match[2])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from anyaccel.backends.evidence import read_verification
+from anyaccel.backends.evidence_files import read_verification
 from tests.conftest import NEEDS_RECIPES, RunCli
 
 

@@ -3,7 +3,7 @@
     git worktree add ../anyaccel-0.1 6791ee4
     python tests/compatibility/make_v0_1_files.py ../anyaccel-0.1/src
 
-The modules of version 0.1 run in child processes, with its source folder as PYTHONPATH; nothing of it is imported here.
+The modules of version 0.1 run in child processes, with its source folder as PYTHONPATH. They are not imported here.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def make_images(folder: Path) -> None:
 
 
 def make_batch(folder: Path) -> None:
-    """Write a finished batch, and one that was killed after an image and before its line in the manifest."""
+    """Write a finished batch, and one that was killed between an image and its manifest line."""
     rows = [{"prompt": text, "seed": seed, "num_inference_steps": 2} for seed, text in enumerate(("a fox", "a boat"))]
     (folder / "finished.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     rows += [{"prompt": "a castle", "seed": 2, "num_inference_steps": 2}]
@@ -113,13 +113,13 @@ def make_batch(folder: Path) -> None:
     process.wait()
     lines = manifest.read_text().splitlines(keepends=True)
     assert len(lines) == 3, "the batch was killed too late"
-    manifest.write_text("".join(lines[:2]) + lines[2][:20])  # as if it had been killed while it wrote the line
+    manifest.write_text("".join(lines[:2]) + lines[2][:20])  # like a kill while the line was being written
     for lock in folder.glob("*/.lock"):
         lock.unlink()
 
 
 def make_jobs(folder: Path) -> None:
-    """Write the data folder of a service: a job that is done, a failed, a cancelled and a queued one."""
+    """Write the data folder of a service with a finished, a failed, a cancelled and a queued job."""
     command = [sys.executable, "-m", "anyaccel", "serve", "--port", "0", "--device", "cpu", "--dtype", "float32"]
     process = subprocess.Popen([*command, "--data", str(folder)], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -156,7 +156,7 @@ def make_chart(folder: Path) -> None:
 
 
 def make_check(folder: Path) -> None:
-    """Write the report of a check, which is also the baseline of a later one."""
+    """Write a check report, which can also be used as a baseline."""
     shutil.copy(HERE / "unportable_pipeline.py", folder)
     command = ("check", "unportable_pipeline:make", "--device", "mps", "--plain", "--json")
     report = run_command(*command, folder=folder, may_fail=True)
@@ -165,22 +165,22 @@ def make_check(folder: Path) -> None:
 
 
 def run_code(code: str, *arguments: str, folder: Path) -> None:
-    """Run a program with version 0.1."""
+    """Run Python code with version 0.1."""
     subprocess.run([sys.executable, "-c", code, *arguments], cwd=folder, check=True)
 
 
 def run_command(*arguments: str, folder: Path, may_fail: bool = False) -> str:
-    """Run the command line of version 0.1, which may end with 1 for the answer no; return what it printed."""
+    """Run the command line of version 0.1 and return its output; `may_fail` allows exit status 1."""
     done = subprocess.run([sys.executable, "-m", "anyaccel", *arguments], cwd=folder, stdout=subprocess.PIPE, text=True)
     assert done.returncode in ((0, 1) if may_fail else (0,)), done.returncode
     return done.stdout
 
 
 def main() -> None:
-    """Write all files, or the parts that the command line names."""
+    """Write all files, or only the parts named on the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("source", type=Path, help="the folder `src` of version 0.1")
-    parser.add_argument("parts", nargs="*", help=f"{', '.join(PARTS)}; all without it")
+    parser.add_argument("parts", nargs="*", help=f"parts to write, default all: {', '.join(PARTS)}")
     arguments = parser.parse_args()
     assert (arguments.source / "anyaccel" / "pictures").is_dir(), "this is not the source of version 0.1"
     with tempfile.TemporaryDirectory() as temporary:

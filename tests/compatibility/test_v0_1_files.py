@@ -24,15 +24,15 @@ FILES = Path(__file__).parent / "v0_1"
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    """Return a copy, since commands write to what they read."""
+    """Return a copy of the files, since commands modify them."""
     return Path(shutil.copytree(FILES, tmp_path / "v0_1"))
 
 
 @pytest.fixture(scope="module")
 def generate_imported() -> None:
-    """Import what the embedded model needs once, before processes are forked."""
+    """Import the modules that the embedded model needs once, before processes are forked."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what libraries say of themselves when they are imported
+        warnings.simplefilter("ignore")  # import-time warnings of libraries
         import diffusers
         import transformers
 
@@ -45,9 +45,9 @@ def generate_imported() -> None:
 
 
 def largest_difference(first: Path, second: Path) -> int:
-    """Return the largest difference of a color value; the last bits depend on the versions of torch and diffusers."""
-    with Image.open(first) as one, Image.open(second) as other:
-        difference = ImageChops.difference(one.convert("RGB"), other.convert("RGB"))
+    """Return the largest color difference; the last bits depend on the versions of torch and diffusers."""
+    with Image.open(first) as image, Image.open(second) as other:
+        difference = ImageChops.difference(image.convert("RGB"), other.convert("RGB"))
     return max(difference.tobytes())
 
 
@@ -137,7 +137,7 @@ def test_another_input_is_not_mixed_into_a_batch(files: Path, run_cli: RunCli) -
 
 @pytest.fixture
 def service(files: Path) -> Iterator[Live]:
-    """Start a service on the data of version 0.1, which is older than jobs are kept by default."""
+    """Start a service on the data of version 0.1. By default, its jobs would have expired."""
     limits = [f"--limit={name}=1e10" for name in ("keep_s", "deadline_s")]
     live = Live(files / "jobs", "--device", "cpu", "--dtype", "float32", *limits)
     yield live
@@ -214,7 +214,7 @@ def test_an_exported_compile_cache_is_imported(files: Path, run_cli_forked: RunC
 
 
 def place_and_count() -> None:
-    """Print the sizes of the batches in which a virtual Gaudi runs a call for four images."""
+    """Print the batch sizes that a virtual Gaudi uses in a call for four images."""
     import anyaccel
     from anyaccel.recipes import recipes
 
@@ -244,13 +244,16 @@ def test_the_measured_cost_of_half_precision_is_used(files: Path, run_cli_forked
     """The key contains the CPU, the torch version and the thread count, so the test writes those of this machine."""
     import torch
 
+    from anyaccel.backends.cpu_half_precision_speed import measure_half_precision
+
     folder = files / "cache" / "folder"
     path = folder / "half_precision.json"
     ((key, costs),) = json.loads(path.read_text()).items()
     assert set(costs) == {"bfloat16", "float16"}
     assert key.endswith(f"torch {key.split()[-3]} threads 1")
     own = f"{platform.machine()} {platform.processor()} torch {torch.__version__} threads"
-    # Other tests may have changed the thread count of this process, but not of the forked one.
+    # The command runs in a fork of this process, in which another test may have measured the cost already.
+    measure_half_precision.cache_clear()
     counts = range(1, (os.cpu_count() or 1) + 1)
     for cost, dtype in ((0.01, "bfloat16"), (100.0, "float32")):
         own_costs = {f"{own} {count}": {"bfloat16": cost, "float16": 200.0} for count in counts}
@@ -265,14 +268,14 @@ def test_the_measured_cost_of_half_precision_is_used(files: Path, run_cli_forked
 
 
 def test_a_verification_is_read_and_its_digest_is_right() -> None:
-    from anyaccel.backends.evidence import read_verification
+    from anyaccel.backends.evidence_files import read_verification
 
     text = (FILES / "evidence" / "cpu.json").read_text(encoding="utf-8")
     verification = read_verification(text, "cpu.json")
     content = json.loads(text)
     assert (verification.device, verification.virtual) == ("cpu", False)
-    assert [finding.claim for finding in verification.findings] == [one["claim"] for one in content["findings"]]
-    assert [one.recipe for one in verification.pipelines] == ["stable-diffusion"]
+    assert [finding.claim for finding in verification.findings] == [finding["claim"] for finding in content["findings"]]
+    assert [pipeline.recipe for pipeline in verification.pipelines] == ["stable-diffusion"]
     assert verification.to_json() == text, "the same verification is the same file"
 
 
@@ -285,7 +288,7 @@ def test_the_packaged_verifications_are_on_the_sheets() -> None:
 
 
 def find_versions(run: RunCli) -> dict[str, str]:
-    """Return the versions that a new chart would have, from the report of this machine."""
+    """Return the versions that a new chart on this machine would have."""
     import anyaccel
 
     done = run("devices", "--report")
@@ -297,7 +300,7 @@ def find_versions(run: RunCli) -> dict[str, str]:
 
 @NEEDS_RECIPES
 def test_a_chart_is_continued(files: Path, run_cli_forked: RunCli) -> None:
-    """Everything is in the chart, so that no pipeline runs; a chart of other versions is refused."""
+    """The chart is complete, so no pipeline runs. A chart of other versions is rejected."""
     path = files / "chart" / "chart.json"
     document = json.loads(path.read_text())
     document["made"]["versions"] = find_versions(run_cli_forked)
@@ -306,14 +309,14 @@ def test_a_chart_is_continued(files: Path, run_cli_forked: RunCli) -> None:
     done = run_cli_forked(*chart, "--json", "--html", str(files / "chart.html"), "--markdown", str(files / "chart.md"))
     assert done.returncode == 0, done.stderr
     again = json.loads(done.stdout)
-    kept = json.loads(path.read_text())
-    # The reasons for known failures are texts of the version that prints the chart.
-    for line in [*again["lines"], *document["lines"], *kept["lines"]]:
+    saved = json.loads(path.read_text())
+    # The reasons for known failures depend on the version that prints the chart.
+    for line in [*again["lines"], *document["lines"], *saved["lines"]]:
         for cell in line["cells"].values():
             cell.pop("reason", None)
     assert again["lines"] == document["lines"]
     assert again["sites"] == document["sites"]
-    assert kept == document, "nothing was added"
+    assert saved == document, "nothing was added"
     assert "StableDiffusionPipeline" in (files / "chart.html").read_text(encoding="utf-8")
 
     document["made"]["versions"]["torch"] = "0.0.1"
@@ -327,11 +330,11 @@ def test_a_report_is_a_baseline(files: Path, run_cli: RunCli, monkeypatch: pytes
     shutil.copy(Path(__file__).parent / "unportable_pipeline.py", files)
     monkeypatch.chdir(files)
     report = json.loads((FILES / "check" / "report.json").read_text())
-    known = len(report["devices"]["mps"]["violations"])
+    violation_count = len(report["devices"]["mps"]["violations"])
     check = ("check", "unportable_pipeline:make", "--device", "mps", "--plain", "--json")
     path = str(files / "check" / "report.json")
     done = run_cli(*check, "--baseline", path, PYTHONPATH=":".join([str(files), *sys.path]))
     assert done.returncode == 0, done.stdout + done.stderr
     (device,) = json.loads(done.stdout)["devices"].values()
     assert device["violations"] == []
-    assert device["known"] == known > 0
+    assert device["known"] == violation_count > 0

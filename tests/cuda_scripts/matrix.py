@@ -39,8 +39,8 @@ UNSUPPORTED = {
 }
 """Programs that only CUDA can run, with part of the error message."""
 WITHOUT_REFERENCE = {
-    "autocast": "the CPU's autocast casts other operations",
-    "mixed_precision": "the CPU's autocast casts other operations",
+    "autocast": "autocast casts different operations on the CPU",
+    "mixed_precision": "autocast casts different operations on the CPU",
 }
 HALF = {"text_to_image_half", "half_then_move", "available", "flux", "video"}
 """Programs in half precision, compared with a larger tolerance."""
@@ -69,7 +69,7 @@ def preload() -> None:
         if name in UNSUPPORTED:
             continue
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings of libraries at import
+            warnings.simplefilter("ignore")  # import-time warnings of libraries
             exec(compile(ast.Module(list(imports), []), name, "exec"), {})
 
 
@@ -112,7 +112,7 @@ _CUDA_ONLY_LINES = (
     r"torch\.cuda\.(?!is_available)|offload\(|xformers|assert .*is_cuda|assert device ==|torch\.compile"
     r"|elapsed_time|\.record\(|properties|free, total|^stream\.|record_stream"
 )
-"""Lines that only query, wait or save memory, and that do not work on a CPU."""
+"""Lines that only query the device, wait for it or save memory, and that fail on a CPU."""
 
 
 def _run_in_fork(name: str, device: str, work: Callable[[Path], int]) -> ProgramOutcome:
@@ -160,10 +160,10 @@ def _read(path: Path) -> Any:
 
 
 def compare(outcome: ProgramOutcome, reference: ProgramOutcome | None) -> str:
-    """Return what is wrong with an outcome; an empty string if nothing is."""
+    """Return a description of the problem with an outcome; an empty string if there is none."""
     if outcome.program in UNSUPPORTED:
         has_reason = UNSUPPORTED[outcome.program] in outcome.stderr and f"{outcome.program}.py:" in outcome.stderr
-        return "" if outcome.status == 1 and has_reason else "no reason for the failure"
+        return "" if outcome.status == 1 and has_reason else "failed without the expected reason"
     if outcome.status:
         return _last_line(outcome.stderr)
     if not outcome.results:

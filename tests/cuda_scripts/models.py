@@ -46,7 +46,7 @@ def make_models(folder: Path) -> Path:
 
 
 def _write_lora(pipe: Any, folder: Path) -> None:
-    """Write rank-2 LoRA weights for the UNet's attention, in the format of a trainer."""
+    """Write rank-2 LoRA weights for the UNet's attention, in the format of training scripts."""
     from peft import LoraConfig
     from peft.utils import get_peft_model_state_dict
 

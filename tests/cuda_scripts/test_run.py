@@ -119,7 +119,7 @@ def test_invalid_device_index_is_reported_with_its_line(run_cli_forked: RunCli, 
     script.write_text('import torch\ntorch.zeros(2, device="cuda:1")\n')
     done = run_cli_forked("run", "--device", "virtual:xpu", str(script))
     assert done.returncode == 1
-    assert f"{script}:2: zeros uses cuda:1, which does not exist; the first device is xpu:0" in done.stderr
+    assert f"{script}:2: zeros uses cuda:1, which does not exist: cuda:0 is mapped to xpu:0" in done.stderr
 
 
 def test_script_runs_on_the_cpu(run_cli_forked: RunCli, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_interrupt_exits_with_130(run_cli: RunCli, tmp_path: Path) -> None:
     [
         (["run", "nowhere.py"], "nowhere.py does not exist"),
         (["run", "."], ". is a folder"),
-        (["run", "x.py", "--device"], "--device requires a device"),
+        (["run", "x.py", "--device"], "--device requires a device name"),
         (["run", "--device", "virtual:nueron", __file__], "nueron"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The pages show real output, and their Python runs."""
+"""The documentation shows real output, and its Python code runs."""
 
 from pathlib import Path
 

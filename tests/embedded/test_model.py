@@ -1,4 +1,4 @@
-"""The embedded model: its size, loading with plain diffusers, and whether it draws what the prompt says."""
+"""The embedded model: its size, loading with plain diffusers, and whether its images match the prompts."""
 
 import json
 import random
@@ -25,7 +25,7 @@ MAX_BYTES = 40_000_000
 
 @pytest.fixture(scope="module")
 def pipe() -> Any:
-    """The model as plain diffusers loads it, without anyaccel."""
+    """The model, loaded with plain diffusers and without anyaccel."""
     loaded = diffusers.DiffusionPipeline.from_pretrained(FOLDER)
     loaded.set_progress_bar_config(disable=True)
     return loaded

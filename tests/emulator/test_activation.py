@@ -100,11 +100,11 @@ def test_plain_diffusers_runs_with_the_variable_and_writes_a_ledger(tmp_path: Pa
         ),
         ("neuron:", "'' is neither a device index nor a memory size"),
         ("neuron,count=0", "must be between 1 and 999"),
-        ("neuron:2", "use ANYACCEL_VIRTUAL=neuron,count=2; as a device argument, use virtual:neuron,count=2"),
-        ("neuron:2", "and neuron:1 for the last one"),
+        ("neuron:2", "set ANYACCEL_VIRTUAL=neuron,count=2 to create 2 devices"),
+        ("neuron:2", "then select the last one with neuron:1"),
         ("neuron:0", "includes a device index"),
         ("hpu,memory=lots", "'lots' is not a valid memory size"),
-        ("cuda", "cuda has no virtual device; hint: use one of"),
+        ("cuda", "cuda is not available as a virtual device; hint: use one of"),
         ("mps,strict,strict", "duplicate option strict"),
         ("mps,memory=1GiB,memory=2GiB", "duplicate option memory"),
         ("mps,memory=1e99GiB", "is not a valid memory size"),
@@ -121,11 +121,13 @@ def test_malformed_variable_prints_one_line(value: str, message: str) -> None:
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("path", ["no/such/folder/ledger.json", "."])
-def test_unwritable_ledger_path_fails_at_startup(path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "reason"), [("no/such/folder/ledger.json", "is in a folder that does not exist"), (".", "is a folder")]
+)
+def test_unwritable_ledger_path_fails_at_startup(path: str, reason: str) -> None:
     done = fork_program("import torch; print('not reached')", ANYACCEL_VIRTUAL="neuron", ANYACCEL_VIRTUAL_LEDGER=path)
     assert done.returncode == 2
-    assert f"ANYACCEL_VIRTUAL_LEDGER={path!r} is not writable" in done.stderr
+    assert f"ANYACCEL_VIRTUAL_LEDGER={path!r} {reason}" in done.stderr
     assert done.stdout == ""
 
 
@@ -178,8 +180,8 @@ def test_one_device_type_per_process_and_one_context_at_a_time() -> None:
         return outcomes
 
     assert run_forked("hpu", start_again) == [
-        "a virtual hpu is already active",
-        "this process already has a virtual hpu; torch cannot unregister a device type",
+        "a virtual hpu device is already active",
+        "this process already has a virtual hpu device, and torch cannot unregister a device type",
         "again: True",
     ]
 

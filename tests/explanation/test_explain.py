@@ -140,7 +140,7 @@ def test_invalid_folders_raise(tmp_path: Path) -> None:
 
     config, index = folder / "unet" / "config.json", folder / "model_index.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "block_out_channels": "hello"}))
-    expect_error(f"unet cannot be built from {config}: ValueError")
+    expect_error(f"cannot build unet from {config}: ValueError")
     config.unlink()
     expect_error(f"requires unet, but {folder / 'unet'} has no config.json")
     index.write_text(json.dumps({**json.loads(index.read_text()), "unet": [1, 2]}))
@@ -174,7 +174,7 @@ def test_the_embedded_model_on_this_machine() -> None:
         forecast = replace(plan.forecast, peak_bytes=peak, phases=(("load", 0), ("denoise", peak)))
         lines = describe_explanation(replace(plan, forecast=forecast), "embedded")
         rows = [line for line in lines if line.startswith(("  load ", "  denoise "))]
-        edge = next(line.index("└") for line in lines if "└" in line)
+        edge = next(line.index(mark) for line in lines for mark in "└┘" if mark in line)
         assert {row.index("│") for row in rows} == {edge}
         assert len({len(row.removesuffix("  peak")) for row in rows}) == 1
 
@@ -213,7 +213,7 @@ def test_an_unavailable_device_becomes_its_smallest_product() -> None:
         (SD, {"device": "mps:64"}, UnknownDeviceError, "did you mean mps:64GiB?"),
         (SD, {"device": "cuda:80"}, UnknownDeviceError, "did you mean cuda:80GiB?"),
         (SD, {"device": "cuda:24.5"}, UsageError, "did you mean cuda:24.5GiB?"),
-        (SD, {"device": "gaudi2:16GiB"}, UsageError, "gaudi2 has a fixed memory size(.|\n)*hpu:16GiB"),
+        (SD, {"device": "gaudi2:16GiB"}, UsageError, "the memory size of gaudi2 is fixed(.|\n)*hpu:16GiB"),
         (SD, {"device": "gaudi2:16"}, UsageError, "hpu:16GiB"),
         (SD, {"device": "virtual:hpu"}, UsageError, "--device hpu"),
         (SD, {"device": "h200", "width": 0}, UsageError, "pixels"),
@@ -223,7 +223,7 @@ def test_an_unavailable_device_becomes_its_smallest_product() -> None:
         (SD, {"device": "mps:16GiB", "memory": "component"}, UsageError, "memory='phase'"),
         (SD, {"device": "h200", "dtype": "int8"}, UsageError, "float64, float32, bfloat16, float16"),
         ("", {"device": "h200"}, ModelError, "the model name is empty"),
-        ("/nowhere/model", {"device": "h200"}, ModelError, "neither a folder nor a hub id"),
+        ("/nowhere/model", {"device": "h200"}, ModelError, "neither an existing folder nor a Hub ID"),
         ("nobody/nothing-at-all", {"device": "h200"}, ModelError, "cannot download the config files"),
     ],
 )

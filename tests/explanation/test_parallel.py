@@ -32,7 +32,7 @@ def test_notes_describe_both_splits_for_flux_on_gaudi1() -> None:
     tensor, context = plan.forecast.notes[-2:]
     assert tensor == (
         "parallel='tensor' is not available: "
-        "diffusers supports tensor parallelism on cuda, neuron, tpu, xpu, not on hpu"
+        "diffusers supports tensor parallelism only on cuda, neuron, tpu, xpu, not on hpu"
     )
     assert context.startswith("parallel='context:8': each rank processes 576 of 4,608 tokens")
     assert "each rank holds all 31.4 GiB of weights" in context
@@ -72,5 +72,5 @@ def test_the_device_count_divides_the_heads() -> None:
 def test_an_impossible_split_raises() -> None:
     with pytest.raises(UsageError, match="no context-parallel plan for UNet2DConditionModel"):
         anyaccel.explain(SD, "gaudi2", parallel="context:2")
-    with pytest.raises(UsageError, match="parallel must be auto, cfg, tensor:N"):
+    with pytest.raises(UsageError, match="parallel must be 'auto', 'cfg', 'tensor'"):
         anyaccel.explain(SD, "gaudi2", parallel="both")

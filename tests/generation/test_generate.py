@@ -18,12 +18,12 @@ import anyaccel
 from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import DeviceUnavailableError, ModelError, UsageError
-from anyaccel.generation import model_cache
+from anyaccel.generation import model_loading
 from anyaccel.generation.call_validation import check_image_call
 from anyaccel.generation.generate import Result, generate
 from anyaccel.generation.image import generate_image
 from anyaccel.generation.image_format import read_metadata
-from anyaccel.generation.model_cache import load_model, release_model
+from anyaccel.generation.model_loading import load_model, release_model
 from anyaccel.generation.output_files import make_stem, read_destination, write_output_file, write_unique
 from anyaccel.generation.request import make_request
 from anyaccel.progress import ProgressListener
@@ -140,7 +140,7 @@ def test_only_the_last_model_is_cached(model: str, tmp_path: Path) -> None:
     assert generate("y", model, seed=2, **CALL).timings.load_s == 0
     copy = Path(shutil.copytree(model, tmp_path / "copy"))
     assert generate("x", copy, seed=1, **CALL).timings.load_s > 0
-    assert len(model_cache._CACHE) == 1
+    assert len(model_loading._CACHE) == 1
     config = json.loads((copy / "scheduler" / "scheduler_config.json").read_text())
     (copy / "scheduler" / "scheduler_config.json").write_text(json.dumps(config | {"beta_end": 0.02}))
     assert generate("x", copy, seed=1, **CALL).timings.load_s > 0, "the folder has changed since it was cached"
@@ -198,12 +198,12 @@ def test_virtual_device_generates_the_same_image(result: Result, model: str, dev
             "does not accept the argument num_inference_step",
             "did you mean num_inference_steps?",
         ),
-        ({"generator": None}, "generator is not supported here", "seed="),
-        ({"output_type": "np"}, "output_type is not supported here", "PIL"),
+        ({"generator": None}, "does not accept the argument generator", "seed="),
+        ({"output_type": "np"}, "does not accept the argument output_type", "PIL"),
         ({"dtype": "int8"}, "a floating-point dtype", "float32"),
         ({"dtype": "floot"}, "unknown dtype 'floot'", "did you mean float"),
         ({"device": "nueron"}, "unknown device 'nueron'", "did you mean neuron?"),
-        ({"revision": "main"}, "has no revisions", "omit the revision"),
+        ({"revision": "main"}, "which is not a Hub model", "omit the revision"),
     ],
 )
 def test_invalid_arguments_are_rejected(model: str, arguments: dict[str, Any], message: str, hint: str) -> None:
@@ -334,8 +334,8 @@ def test_existing_file_is_rejected_before_anything_is_written(result: Result, tm
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("image.bmp", r"unknown image suffix '\.bmp' in .*\nhint: .*known: \.png, \.jpg, \.jpeg, \.webp"),
-        ("image", "missing image suffix"),
+        ("image.bmp", r"image\.bmp has the unknown image suffix '\.bmp'\nhint: .*known: \.png, \.jpg, \.jpeg, \.webp"),
+        ("image", "image has no image suffix"),
         ("missing/image.png", r"the folder .* does not exist"),
         ("file.png/image.png", "is not a valid file name: Not a directory"),
         ("file.png/", "is a file, not a folder"),

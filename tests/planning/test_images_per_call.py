@@ -27,7 +27,7 @@ def test_whole_batch_if_no_problem_is_known() -> None:
 
 def test_requested_count_overrides_the_sheet() -> None:
     chosen = choose_images_per_call(without_limits(batches=limit("wrong")), PlacementOptions(images_per_call=4))
-    assert (chosen.value, chosen.reason) == (4, "requested")
+    assert (chosen.value, chosen.reason) == (4, "images_per_call=4 was requested")
 
 
 def test_built_in_sheets() -> None:

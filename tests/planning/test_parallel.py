@@ -51,7 +51,7 @@ def test_valid_values(text: str, expected: tuple[str, int | None]) -> None:
     "text", ["", "tensor:1", "tensor:0", "context:", "context:x", "cfg:3", "ring:2", "Auto", 2, True]
 )
 def test_other_values_raise(text: Any) -> None:
-    with pytest.raises(UsageError, match="parallel must be auto, cfg, tensor:N or context:N"):
+    with pytest.raises(UsageError, match=r"parallel must be 'auto', 'cfg', .* or 'context:N'"):
         read_options({"parallel": text})
 
 
@@ -77,7 +77,7 @@ def test_requested_split_is_chosen(text: str, split: str) -> None:
 
 def test_reason_states_the_gain() -> None:
     assert "each rank holds 700 of 1,000 parameters of transformer" in choose("tensor", FLUX).reason
-    assert "each rank runs 1/2 of the sequence" in choose("context", FLUX).reason
+    assert "each rank processes 1/2 of the sequence" in choose("context", FLUX).reason
 
 
 @pytest.mark.parametrize("text", ["context:2", "tensor", "cfg"])
@@ -100,7 +100,7 @@ def test_rank_count_must_match_the_processes() -> None:
         ("tensor", WAN, "no tensor-parallel plan for Wan", "parallel='context'"),
         ("context", UNET, "no context-parallel plan for UNet", "parallel='cfg'"),
         ("tensor", replace(FLUX, quantized=True), "are quantized", "load the model without quantization"),
-        ("context", replace(FLUX, kind="LTXVideoTransformer3DModel"), "masks have one row per head", "auto"),
+        ("context", replace(FLUX, kind="LTXVideoTransformer3DModel"), "masks, which have one row per head", "auto"),
     ],
 )
 def test_model_without_support_for_the_split(text: str, model: ComponentFacts, message: str, hint: str) -> None:
@@ -111,19 +111,19 @@ def test_model_without_support_for_the_split(text: str, model: ComponentFacts, m
 
 def test_heads_must_be_divisible_by_the_ranks() -> None:
     error = expect_error("context", replace(FLUX, heads=30), ranks=Ranks(count=8))
-    assert "the 30 attention heads of Flux are not divisible by 8" in error.message
-    assert error.hint == "parallel='context:6'"
+    assert "Flux has 30 attention heads, and 30 is not divisible by 8" in error.message
+    assert error.hint == "use parallel='context:6' with 6 processes"
 
 
 def test_every_denoiser_needs_a_plan() -> None:
     control = replace(UNET, name="controlnet", kind="FluxControlNetModel")
     assert "FluxControlNetModel" in expect_error("context", FLUX, control).message
-    assert "no model that runs at every step" in expect_error("context").message
+    assert "no denoising model to split" in expect_error("context").message
 
 
 def test_device_without_tensor_parallelism_in_diffusers() -> None:
     error = expect_error("tensor", FLUX, ranks=Ranks(count=2, tensor_types=("other",)))
-    assert "diffusers supports tensor parallelism on other, not on best" in error.message
+    assert "diffusers supports tensor parallelism only on other, not on best" in error.message
     assert "context" in error.hint
 
 
@@ -133,11 +133,11 @@ def test_device_without_a_distributed_backend() -> None:
 
 @pytest.mark.parametrize("option", [{"compile": True}, {"capture": True}, {"speed": "fast"}, {"speed": "draft"}])
 def test_rank_local_options_raise(option: dict[str, Any]) -> None:
-    assert "is not supported with several devices" in expect_error("context", FLUX, **option).message
+    assert "is not supported with parallel=" in expect_error("context", FLUX, **option).message
 
 
 def test_split_weights_cannot_be_offloaded() -> None:
-    assert "cannot offload the weights" in expect_error("tensor", FLUX, memory="component").message
+    assert "split weights cannot be offloaded" in expect_error("tensor", FLUX, memory="component").message
     assert choose("context", FLUX, memory="component").value == Split("context", 2)
 
 
@@ -162,8 +162,11 @@ def test_auto_chooses_the_split(model: ComponentFacts, ranks: Ranks, split: str)
 
 def test_auto_explains_rejected_splits() -> None:
     reason = choose("auto", UNET, ranks=Ranks(count=4)).reason
-    assert "context is not available: diffusers has no context-parallel plan for UNet" in reason
-    assert "cfg is not available: guidance has two branches, but 4 processes are running" in reason
+    assert "parallel='context' is not available: diffusers has no context-parallel plan for UNet" in reason
+    assert (
+        "parallel='cfg' is not available: guidance has two branches, one per process, but 4 processes are running"
+        in reason
+    )
 
 
 def test_parameters_per_rank() -> None:

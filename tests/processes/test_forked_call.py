@@ -56,9 +56,9 @@ def test_unpicklable_error_keeps_its_text() -> None:
 
 def test_killed_or_exited_child_is_reported_with_its_status() -> None:
     before = psutil.Process().children()
-    with pytest.raises(ProcessDiedError, match="the process of a probe died with status -9"):
+    with pytest.raises(ProcessDiedError, match="the process running a probe exited with status -9"):
         call_in_fork(lambda: os.kill(os.getpid(), signal.SIGKILL), name="a probe")
-    with pytest.raises(ProcessDiedError, match="died with status 7"):
+    with pytest.raises(ProcessDiedError, match="exited with status 7"):
         call_in_fork(lambda: os._exit(7))
     assert psutil.Process().children() == before, "a child or zombie is left"
 
@@ -132,7 +132,7 @@ def test_child_killed_while_it_writes_its_result_is_reported(monkeypatch: pytest
         os._exit(137)
 
     monkeypatch.setattr("anyaccel.processes.forked_call._run", write_partial_result)
-    with pytest.raises(ProcessDiedError, match="died with status 137"):
+    with pytest.raises(ProcessDiedError, match="exited with status 137"):
         call_in_fork(lambda: None)
 
 
@@ -151,7 +151,7 @@ def test_death_is_noticed_while_children_of_other_threads_run(monkeypatch: pytes
 
     def die() -> None:
         started = time.monotonic()
-        with pytest.raises(ProcessDiedError, match="died with status 3"):
+        with pytest.raises(ProcessDiedError, match="exited with status 3"):
             call_in_fork(lambda: os._exit(3))
         seconds.append(time.monotonic() - started)
 

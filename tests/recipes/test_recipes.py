@@ -9,7 +9,7 @@ import pytest
 
 from anyaccel.processes.forked_call import call_in_fork
 from anyaccel.recipes import NOT_COVERED, Recipe, recipes, run
-from tests.conftest import NEEDS_RECIPES, Kept
+from tests.conftest import NEEDS_RECIPES, SharedCache
 
 RECIPES = recipes()
 
@@ -38,7 +38,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
-def test_a_recipe_makes_a_pipeline_that_gives_the_same_twice(recipe: Recipe, kept: Kept) -> None:
+def test_a_recipe_makes_a_pipeline_that_gives_the_same_twice(recipe: Recipe, shared_cache: SharedCache) -> None:
     import torch
 
     before = torch.get_rng_state()
@@ -49,10 +49,10 @@ def test_a_recipe_makes_a_pipeline_that_gives_the_same_twice(recipe: Recipe, kep
     assert first.dtype == numpy.float32
     assert numpy.isfinite(first).all()
     assert first.std() > 1e-3
-    again = kept.find(f"picture-{recipe.name}")  # from another process, cached by the chart tests
+    again = shared_cache.find(f"image-{recipe.name}")  # from another process, cached by the chart tests
     if again is None:
         again = generate_image(recipe, recipe.make())
-        kept.keep(f"picture-{recipe.name}", again)
+        shared_cache.keep(f"image-{recipe.name}", again)
     numpy.testing.assert_array_equal(again, first)
 
 

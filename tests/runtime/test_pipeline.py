@@ -113,7 +113,7 @@ def test_from_pipe_keeps_device_dtype_and_components(folder: Path) -> None:
 
 
 def test_a_single_file_without_config_is_rejected(folder: Path) -> None:
-    with pytest.raises(anyaccel.AnyaccelError, match="a single file contains only weights, not the pipeline class"):
+    with pytest.raises(anyaccel.AnyaccelError, match="a single-file checkpoint contains only weights"):
         anyaccel.DiffusionPipeline.from_pretrained(folder / "unet" / "diffusion_pytorch_model.safetensors")
 
 

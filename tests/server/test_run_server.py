@@ -176,8 +176,8 @@ def test_command_line_settings_are_parsed_and_checked() -> None:
     assert (limits.max_steps, limits.deadline_s, limits.max_queue) == (5, 1.5, 7)
     for text, message in (
         ("steps=5", "unknown limit"),
-        ("max_steps=many", "must be a number"),
-        ("max_n=-1", "must be a number"),
+        ("max_steps=many", "max_steps must be an integer"),
+        ("max_n=-1", "max_n must be an integer"),
     ):
         with pytest.raises(UsageError, match=message):
             read_limits([text], 7)
@@ -185,7 +185,7 @@ def test_command_line_settings_are_parsed_and_checked() -> None:
     assert (first.name, first.model, second.name, second.model) == ("embedded", "embedded", "big", "org/name")
     with pytest.raises(UsageError, match="duplicate model name"):
         read_served_names(["a=x", "a=y"])
-    with pytest.raises(UsageError, match="invalid LoRA"):
+    with pytest.raises(UsageError, match="not of the form NAME=PATH"):
         read_lora("ink")
 
 

@@ -7,7 +7,7 @@ import torch
 
 import anyaccel
 from anyaccel.backends.claim import DtypeLimit, Unknown
-from anyaccel.backends.evidence import Finding
+from anyaccel.backends.evidence_files import Finding
 from anyaccel.errors import UsageError
 from anyaccel.recipes import recipes, run
 from anyaccel.verification import probe_operations
@@ -100,7 +100,7 @@ def test_every_claim_about_behavior_has_a_probe() -> None:
 
 def test_a_dead_process_loses_one_finding() -> None:
     with ProbeWorker("cpu", quick=True) as worker:
-        with pytest.raises(ProbeWorkerDiedError, match=r"died with status 1: .*no-such-claim"):
+        with pytest.raises(ProbeWorkerDiedError, match=r"exited with status 1: .*no-such-claim"):
             worker.probe_claim("no-such-claim")
         assert worker.probe_claim("dtypes.int64").verdict == "agrees"
 

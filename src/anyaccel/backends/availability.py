@@ -105,7 +105,7 @@ def make_broken_device(plugin: BrokenPlugin) -> Device:
         title=f"plugin from {plugin.origin}",
         available=False,
         reason=f"the plugin failed to load: {plugin.error}",
-        hint=f"update or uninstall {plugin.origin}",
+        hint=f"run `pip install --upgrade {plugin.origin}` or `pip uninstall {plugin.origin}`",
         origin=plugin.origin,
     )
 
@@ -119,12 +119,15 @@ def _find_problem(sheet: Sheet, machine: Machine, reported: tuple[str, ...] | st
         return f"{reasons}{_format_hardware(sheet, machine)}", hints
     # A vendor package that is installed but broken, for example for another torch version.
     if isinstance(reported, str):
-        return f"the required software is installed but fails: {reported}", f"see {sheet.documentation}"
+        return (
+            f"the required software is installed but raises an error: {reported}",
+            f"reinstall it for the installed torch version; see {sheet.documentation}",
+        )
     # The requirements are met, so the usual cause is a visibility variable or a driver problem.
     if not reported:
-        hidden = f"check that {sheet.visible_devices} does not hide it; " if sheet.visible_devices else ""
+        hidden = f"check that {sheet.visible_devices} does not hide the device; " if sheet.visible_devices else ""
         reason = f"the required software is installed but finds no device{_format_hardware(sheet, machine)}"
-        return reason, f"{hidden}see {sheet.documentation}"
+        return reason, f"{hidden}check that the driver is installed; see {sheet.documentation}"
     return None
 
 

@@ -186,12 +186,12 @@ class Quirk(Limit):
         # Catches misspelled names when the sheet is defined: code that reacts to a quirk compares names.
         if self.name in KNOWN_QUIRKS and self.information_only:
             raise UsageError(
-                f"the quirk {self.name!r} cannot be information_only: code depends on it",
+                f"the quirk {self.name!r} cannot have information_only=True: anyaccel has code that handles it",
                 hint="remove information_only=True",
             )
         if self.name not in KNOWN_QUIRKS and not self.information_only:
-            hint = f"{nearest(self.name, sorted(KNOWN_QUIRKS))}; or set information_only=True"
-            raise UsageError(f"no code handles the quirk {self.name!r}", hint=hint)
+            hint = f"{nearest(self.name, sorted(KNOWN_QUIRKS))}; or set information_only=True to only show it to users"
+            raise UsageError(f"unknown quirk {self.name!r}: anyaccel has no code that handles it", hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)

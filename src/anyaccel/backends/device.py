@@ -175,13 +175,13 @@ def _list_indices(spec: DeviceSpec) -> Sequence[int]:
     name = spec.name
     if spec.virtual and name not in _VIRTUAL:
         raise DeviceUnavailableError(
-            f"{spec} has not been started in this process{spec.given_by}",
+            f"the virtual device {spec} has not been started in this process{spec.given_by}",
             hint=f'use `with anyaccel.virtual("{name}"):`, or set {VIRTUAL_VARIABLE}={name} before the program starts',
         )
     if spec.memory is not None and not spec.virtual:
         raise UsageError(
-            f"{spec} includes a memory size, which is not supported here{spec.given_by}",
-            hint=f"use {name}",
+            f"{spec} includes a memory size{spec.given_by}, but the memory of a real device cannot be changed",
+            hint=f"use {name}, or `anyaccel explain MODEL --device {spec}` to plan for a device with this memory size",
         )
     count = _count(name)
     if isinstance(count, str) or count == 0:
@@ -189,15 +189,17 @@ def _list_indices(spec: DeviceSpec) -> Sequence[int]:
         raise DeviceUnavailableError(f"{name} is not available{spec.given_by}: {device.reason}", hint=device.hint)
     if spec.index is not None and spec.index >= count:
         raise DeviceUnavailableError(
-            f"{name}:{spec.index} is not available{spec.given_by}: this process has {count} {name} "
-            f"device{'s' * (count != 1)}, indices start at 0",
-            hint=f"use {name}:{count - 1} or lower",
+            f"{name}:{spec.index} is not available{spec.given_by}: this process has only {count} {name} "
+            f"device{'s' * (count != 1)}, and indices start at 0",
+            hint=f"use {name}:{count - 1} or lower" if count > 1 else f"use {name}:0",
         )
     indices = _filter_by_product(spec, count)
     if not indices:
         plain = DeviceSpec(name=name, index=spec.index)
+        reason = f"no {name} device in this process has" if spec.index is None else f"{plain} does not have"
         raise DeviceUnavailableError(
-            f"{plain} does not match the product {spec.product}{spec.given_by}", hint=f"use {plain}"
+            f"{spec} is not available{spec.given_by}: {reason} the product name {spec.product}",
+            hint=f"use {plain} to run on the available product",
         )
     return indices
 

@@ -75,7 +75,8 @@ def randn(
     requested = torch.get_default_dtype() if dtype is None else dtype_of(dtype_name(dtype))
     if not requested.is_floating_point:
         raise UsageError(
-            f"noise requires a floating-point dtype, not {requested}", hint="for example float32 or bfloat16"
+            f"noise requires a floating-point dtype, not {requested}",
+            hint="use a floating-point dtype such as float32 or bfloat16",
         )
     adjusted, target = dtype_of(opened.sheet.adjusted_dtype(dtype_name(requested))), opened.torch_device
     source = target if opened.sheet.rng_on_device else torch.device("cpu")
@@ -151,7 +152,7 @@ def _check_shape(shape: Sequence[int]) -> tuple[int, ...]:
     valid = is_list and all(isinstance(n, SupportsIndex) and not isinstance(n, bool) and index(n) >= 0 for n in shape)
     if not valid:
         raise UsageError(
-            f"a shape must be a list of non-negative integers, not {shape!r}", hint="for example (1, 4, 64, 64)"
+            f"shape must be a sequence of non-negative integers, not {shape!r}", hint="for example (1, 4, 64, 64)"
         )
     return tuple(index(length) for length in shape)
 
@@ -164,8 +165,9 @@ def _check_generators(size: tuple[int, ...], generators: Sequence[torch.Generato
         )
     # As in diffusers' randn_tensor, the first dimension is the batch.
     if not size or len(generators) != size[0]:
+        batch = f"a batch size of {size[0]}" if size else "no batch dimension"
         raise UsageError(
-            f"got {len(generators)} generators for shape {size}",
+            f"got {len(generators)} generator{'s' * (len(generators) != 1)}, but shape {size} has {batch}",
             hint="pass a single generator, or a list with one generator per image",
         )
 

@@ -82,14 +82,14 @@ class DeviceSpec:
     def with_index(self, index: int) -> DeviceSpec:
         """Return a copy of the spec with the given device index."""
         if index < 0:
-            raise UsageError(f"{index} is not a valid device index", hint="indices start at 0")
+            raise UsageError(f"{index} is not a valid device index", hint="use an index of 0 or higher")
         return replace(self, index=index)
 
     def require_name(self) -> str:
         """Return the device name; raise if the spec also has an index, product, memory size or option."""
         if self != DeviceSpec(name=self.name, virtual=self.virtual):
             raise UsageError(
-                f"expected a device name without an index, memory size or options, got {self}{self.given_by}",
+                f"expected a device name without an index, product, memory size or options, got {self}{self.given_by}",
                 hint=f"use {DeviceSpec(name=self.name, virtual=self.virtual)}",
             )
         return self.name
@@ -99,7 +99,7 @@ class DeviceSpec:
         count = self.count or 1
         if self.index is not None and self.index >= count:
             raise UsageError(
-                f"{self}: device index {self.index} is out of range; the device count is {count}{self.given_by}",
+                f"device index {self.index} in {self} is out of range{self.given_by}: the device count is {count}",
                 hint=self.count_hint(),
             )
         return count
@@ -111,8 +111,8 @@ class DeviceSpec:
         """
         count = self.index or 2
         return (
-            f"use {VIRTUAL_PREFIX}{self.name},count={count} for {count} devices, "
-            f"and {self.name}:{count - 1} for the last one"
+            f"use {VIRTUAL_PREFIX}{self.name},count={count} to create {count} devices, "
+            f"then select the last one with {self.name}:{count - 1}"
         )
 
 
@@ -141,7 +141,7 @@ def _read_suffix(spec: DeviceSpec, suffix: str, text: str) -> DeviceSpec:
         raise _invalid(text, spec.given_by, reason) from None
     if spec.product is not None:
         raise UsageError(
-            f"{word} has a fixed memory size{spec.given_by}",
+            f"the memory size of {word} is fixed and cannot be set to {suffix}{spec.given_by}",
             hint=f"use {word}, or {spec.name}:{suffix} for a device with that much memory",
         )
     if spec.virtual:
@@ -162,7 +162,7 @@ def _read_options(spec: DeviceSpec, options: list[str], text: str, registry: Reg
             hint = f"supported options: {', '.join(_OPTIONS.values())}"
             raise _invalid(text, spec.given_by, f"unknown option {option!r}", hint)
         if key in seen:
-            raise _invalid(text, spec.given_by, f"duplicate option {key}")
+            raise _invalid(text, spec.given_by, f"duplicate option {key}", f"set {key} only once")
         seen.add(key)
         if key == "count":
             spec = replace(spec, count=_read_count(value, spec))
@@ -180,7 +180,7 @@ def _read_count(value: str, spec: DeviceSpec) -> int:
     if _COUNT.fullmatch(value) is None or int(value) < 1:
         raise UsageError(
             f"the number of virtual devices must be between 1 and 999, not {value}{spec.given_by}",
-            hint=f"use {VIRTUAL_PREFIX}{spec.name},count=2",
+            hint=f"for example {VIRTUAL_PREFIX}{spec.name},count=2",
         )
     return int(value)
 
@@ -191,7 +191,8 @@ def _read_memory(spec: DeviceSpec, value: str, text: str, registry: Registry) ->
     The value is a memory size, or a product, which determines both the memory size and the limits.
     """
     if spec.product is not None:
-        raise _invalid(text, spec.given_by, f"{spec.product} has a fixed memory size")
+        hint = f"use {VIRTUAL_PREFIX}{spec.product}, or {VIRTUAL_PREFIX}{spec.name},memory={value}"
+        raise _invalid(text, spec.given_by, f"the memory size of {spec.product} is fixed", hint)
     # memory=gaudi2 also applies the limits of that product, unlike memory=96GB.
     if value.lower() in registry.list_products(spec.name):
         return replace(spec, product=value.lower())

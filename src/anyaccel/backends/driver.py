@@ -181,7 +181,7 @@ class Driver:
         """
         raise NotMeasurableError(
             f"{self.sheet.title} ({self.sheet.name}) does not support device graphs",
-            hint="use a different mode, for example eager",
+            hint="use a mode without device graphs, for example mode='eager'",
         )
 
     def recorder(self, index: int) -> Recorder | None:
@@ -218,7 +218,7 @@ class Driver:
         if shared is not None and current is not None and current.type == self.sheet.torch_name:
             return shared
         raise NotMeasurableError(
-            f"{self.sheet.title} ({self.sheet.name}) does not report this value: "
+            f"{self.sheet.title} ({self.sheet.name}) does not report its memory usage: "
             f"neither torch.{self.sheet.torch_name} nor torch.accelerator in torch {torch.__version__} provides {name}",
             hint="upgrade to torch 2.9 or later, which adds memory statistics to torch.accelerator",
         )

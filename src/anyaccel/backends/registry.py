@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from anyaccel.backends.driver import Driver
-from anyaccel.backends.evidence import load_verifications, merge_evidence
+from anyaccel.backends.evidence_files import load_verifications, merge_evidence
 from anyaccel.backends.machine import Machine
 from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import PluginError, UnknownDeviceError, nearest
@@ -114,7 +114,7 @@ class Registry:
             if plugin.name == name:
                 raise PluginError(
                     f"the backend {name!r} from {plugin.origin} failed to load: {plugin.error}",
-                    hint=f"update or uninstall {plugin.origin}",
+                    hint=f"run `pip install --upgrade {plugin.origin}` or `pip uninstall {plugin.origin}`",
                 )
         raise UnknownDeviceError(f"unknown device {name!r}{origin}", hint=self._suggest(name))
 
@@ -128,7 +128,7 @@ class Registry:
         for sheet in sheets:
             if sheet.product_pattern and re.match(sheet.product_pattern, word):
                 listed = ", ".join(product.name for product in sheet.products)
-                return f"use the memory size, such as {sheet.name}:24GiB, or a listed product: {listed}"
+                return f"use {sheet.name} with a memory size, such as {sheet.name}:24GiB, or a known product: {listed}"
         others = [name for sheet in sheets for name in (*sheet.aliases, *(product.name for product in sheet.products))]
         return nearest(word, self.names(), also=others)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from anyaccel.bench.case import FAST, OURS, STOCK, VARIANTS, BenchCase
 from anyaccel.bench.failure_rows import make_exit_row
-from anyaccel.errors import NotMeasurableError, UsageError
+from anyaccel.errors import NotMeasurableError, UsageError, nearest
 from anyaccel.generation.image_difference import measure_psnr
 from anyaccel.processes.json_line_worker import JsonLineWorker
 
@@ -84,12 +84,7 @@ def run_together(
     after another. The result of a failed variant contains `error`, `hint` and `details`. If all
     variants of a case fail, the dict for the case also contains `error` and `hint`.
     """
-    unknown = [name for case in cases for name in case.variants if name not in VARIANTS]
-    if unknown or rounds < 1 or not all(case.variants for case in cases):
-        raise UsageError(
-            f"each case requires known variants, and rounds must be at least 1 (unknown variants: {unknown or 'none'})",
-            hint=f"known variants: {', '.join(VARIANTS)}",
-        )
+    _check_arguments(cases, rounds)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="anyaccel-bench-")))
         started: list[tuple[BenchCase, list[_Variant], Path]] = []
@@ -115,6 +110,16 @@ def run_together(
             # Frees the device memory for the next case.
             for variant in variants:
                 variant.worker.kill()
+
+
+def _check_arguments(cases: Sequence[BenchCase], rounds: int) -> None:
+    unknown = [name for case in cases for name in case.variants if name not in VARIANTS]
+    if unknown:
+        raise UsageError(f"unknown variant {unknown[0]!r}", hint=nearest(unknown[0], VARIANTS))
+    if not all(case.variants for case in cases):
+        raise UsageError("a benchmark case has no variants", hint=f"pass at least one of {', '.join(VARIANTS)}")
+    if rounds < 1:
+        raise UsageError(f"rounds must be at least 1, not {rounds}", hint="for example rounds=5")
 
 
 def _wait_for_warmup(variant: _Variant, case: BenchCase, on_progress: ProgressCallback) -> None:
@@ -192,7 +197,9 @@ def measure_file_psnr(path: Path, reference: Path) -> float | None:
     not_finite = [file.stem for file, values in pairs if not numpy.isfinite(values).all()]
     if not_finite:
         subject, verb = ("images", "contain") if len(not_finite) > 1 else ("image", "contains")
-        raise NotMeasurableError(f"the {subject} of {' and '.join(not_finite)} {verb} NaN or Inf", hint="use float32")
+        raise NotMeasurableError(
+            f"the {subject} from {' and '.join(not_finite)} {verb} NaN or Inf", hint="use --dtype float32"
+        )
     if image.shape != expected.shape:
         return 0.0
     psnr = measure_psnr(image, expected)

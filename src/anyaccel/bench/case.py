@@ -22,7 +22,7 @@ class BenchCase:
     """
 
     model: str
-    """`embedded`, a folder or a hub id; with `random`, a model for which the package has config files."""
+    """`embedded`, a folder or a Hub ID; with `random`, a model for which the package has config files."""
     title: str = ""
     device: str = "auto"
     dtype: str | None = None

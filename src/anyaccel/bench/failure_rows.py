@@ -35,21 +35,22 @@ def make_exit_row(variant: str, status: int | None, log: str) -> dict[str, Any]:
     if status is not None and status < 0:
         cause, hint = (
             f"its process was killed by {_name_signal(-status)}",
-            "check the free memory; see its log with --json",
+            "check the free memory, and use --json to see the log",
         )
     else:
-        cause, hint = lines[-1].strip() if lines else "its process ended without a message", "see its log with --json"
+        cause = lines[-1].strip() if lines else f"its process exited with status {status} and without output"
+        hint = "use --json to see the log"
     return {"error": f"{variant} failed: {cause}", "hint": hint, "details": lines[-_MAX_LINES:]}
 
 
 def _find_hint(variant: str, cause: str, *, compiling: bool) -> str:
     # Only the compiled variant can be left out.
-    without = ", or use --against eager" if variant == STOCK[1] else ""
+    without = ", or use --against eager to skip this variant" if variant == STOCK[1] else ""
     if _COMPILER in cause:
-        return f"install a {_COMPILER}, or set CXX to one{without}"
+        return f"install a {_COMPILER}, or set CXX to the path of one{without}"
     if compiling and without:
-        return "torch.compile fails on this machine: use --against eager; see the traceback with --json"
-    return "see the traceback with --json"
+        return "torch.compile fails on this machine: use --against eager to skip it, or --json to see the traceback"
+    return "use --json to see the traceback"
 
 
 def _name_signal(number: int) -> str:

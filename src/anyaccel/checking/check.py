@@ -37,7 +37,10 @@ def check(
     complete. Additional keyword arguments are passed to the pipeline call.
     """
     if plain and compile:
-        raise UsageError("plain and compile cannot be combined: only anyaccel compiles", hint="omit one of them")
+        raise UsageError(
+            "plain and compile cannot be combined: plain diffusers is checked without compilation",
+            hint="omit plain or compile",
+        )
     # Before the fork or the new process, so that a misspelled name fails immediately.
     devices = find_devices(device)
     # Virtual devices need forks of a single-threaded process.

@@ -26,8 +26,8 @@ def _run_task(path: Path) -> None:
 
 def _make_import_error(error: Exception) -> UsageError:
     return UsageError(
-        f"the check process cannot import the pipeline's code: {error}",
-        hint="move it to a module and pass a function that creates it: check('package.module:make', …)",
+        f"the check process cannot import the code of the pipeline: {error}",
+        hint="move the code to a module with a function that returns the pipeline: check('package.module:function')",
     )
 
 

@@ -49,7 +49,7 @@ def check_in_fresh_process(task: CheckTask) -> Report:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UsageError(
             f"cannot pickle the pipeline for the check process: {error}",
-            hint="pass a function that creates it: check('package.module:make', …)",
+            hint="pass the name of a function that returns the pipeline: check('package.module:function')",
         ) from error
     # The task and the report go through a file, because the pipe to the worker carries JSON lines.
     with tempfile.TemporaryDirectory() as folder:
@@ -62,8 +62,8 @@ def check_in_fresh_process(task: CheckTask) -> Report:
             except EOFError:
                 status, lines = worker.close(), worker.stderr.strip().splitlines()
                 raise AnyaccelError(
-                    f"the check process died with status {status}: {lines[-1] if lines else 'no output'}",
-                    hint="run `anyaccel check` on the same model to see its output",
+                    f"the check process exited with status {status}: {lines[-1] if lines else 'no output'}",
+                    hint="run `anyaccel check` on the same model to see the full output",
                 ) from None
         succeeded, value = pickle.loads(path.read_bytes())
     if not succeeded:

@@ -131,11 +131,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _check_marker(marker: pytest.Mark, nodeid: str, *, real: bool) -> None:
     if not marker.args:
-        raise pytest.UsageError(f'{nodeid}: the marker requires a device name: @pytest.mark.accelerator("mps")')
+        raise pytest.UsageError(
+            f'{nodeid}: the accelerator marker requires a device name, for example @pytest.mark.accelerator("mps")'
+        )
     unknown = set(marker.kwargs) - {"strict", "count", "memory"}
     if unknown:
         raise pytest.UsageError(
-            f"{nodeid}: the marker accepts strict, count and memory, not {', '.join(sorted(unknown))}"
+            f"{nodeid}: the accelerator marker does not accept {', '.join(sorted(unknown))}; "
+            "supported: strict, count, memory"
         )
     # With --accelerator-real, a device that cannot be virtual, such as cuda, is valid too.
     for name in marker.args if not real else ():
@@ -150,7 +153,7 @@ def accelerator(request: pytest.FixtureRequest) -> Accelerator:
         return Accelerator(active.name, active.device(), True, active.ledger)
     name = _device_name(request.node)
     if name is None:
-        pytest.fail('the accelerator fixture needs @pytest.mark.accelerator("mps") or pytest --accelerator mps')
+        pytest.fail('the accelerator fixture requires @pytest.mark.accelerator("mps") or pytest --accelerator mps')
     return _open_real(name)
 
 
@@ -252,7 +255,8 @@ class _SecondPytest(JsonLineWorker):
             status = self.close()
             raise pytest.UsageError(
                 f"the second pytest process exited with status {status} before it ran {nodeid}; "
-                "check `OMP_NUM_THREADS=1 pytest --collect-only`. Its last output:\n" + self.stderr[-_MAX_OUTPUT:]
+                "to reproduce the problem, run `OMP_NUM_THREADS=1 pytest --collect-only`. Last output of the process:\n"
+                + self.stderr[-_MAX_OUTPUT:]
             ) from None
         return answer
 
@@ -301,7 +305,7 @@ def _make_crash_report(item: pytest.Item, error: Exception) -> dict[str, Any]:
         location=item.location,
         keywords={},
         outcome="failed",
-        longrepr=f"the process of the test died: {type(error).__name__}: {error}",
+        longrepr=f"the test process died: {type(error).__name__}: {error}",
         when="call",
     )
     content: dict[str, Any] = item.config.hook.pytest_report_to_serializable(config=item.config, report=report)

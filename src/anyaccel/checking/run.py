@@ -30,6 +30,7 @@ __all__ = ["CheckMode", "OnReport", "run_on_cpu", "run_on_device", "run_on_devic
 
 _TIMEOUT_S = 3600.0
 _PACKAGE = Path(__file__).parents[1]
+_FIX_ON_CPU = "fix the error on the CPU, then run the check again"
 _UNLISTED_LIMIT = "this limit is not in the device sheet of this anyaccel version"
 
 
@@ -92,11 +93,9 @@ def _run_reference(recipe: Recipe) -> Any:
     try:
         return run(recipe, recipe.make())
     except AnyaccelError as error:
-        raise UsageError(f"the pipeline fails on the CPU: {error.message}", hint="fix this error first") from error
+        raise UsageError(f"{recipe.name} fails on the CPU: {error.message}", hint=_FIX_ON_CPU) from error
     except Exception as error:
-        raise UsageError(
-            f"{recipe.name} fails on the CPU: {describe_failure(error)}", hint="fix this error first"
-        ) from error
+        raise UsageError(f"{recipe.name} fails on the CPU: {describe_failure(error)}", hint=_FIX_ON_CPU) from error
 
 
 def run_on_device(

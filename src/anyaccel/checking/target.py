@@ -52,8 +52,9 @@ def read_target(target: Any, call: Mapping[str, Any]) -> CheckTarget:
     if colon and not text.startswith("/"):
         return _override_call(_from_factory(text, module, function), call)
     raise ModelError(
-        f"{text} is not a folder, a recipe or package.module:function",
-        hint=f"pass a folder with a model_index.json, or a function that creates a pipeline; "
+        f"{text} is not a model folder, a known model, a recipe or package.module:function",
+        hint="pass a folder that contains model_index.json, or package.module:function for a function that returns a "
+        f"pipeline; "
         f"{nearest(text, [*list_bundled_models(), *recipes()])}",
     )
 
@@ -78,18 +79,19 @@ def _from_factory(text: str, module: str, function: str) -> CheckTarget:
             make: Callable[[], Any] = getattr(importlib.import_module(module), function)
         except (ImportError, AttributeError) as error:
             raise UsageError(
-                f"{text} cannot be imported: {error}", hint="check the module path and the function name"
+                f"cannot import {text}: {error}", hint="check the module name and the function name"
             ) from error
         except (Exception, SystemExit) as error:
             raise UsageError(
-                f"importing {module} fails: {describe_failure(error)}", hint="fix this error first"
+                f"cannot import {module}: {describe_failure(error)}",
+                hint=f"fix the module so that `python -c 'import {module}'` works",
             ) from error
         try:
             result = make()
         except (Exception, SystemExit) as error:
             raise UsageError(
-                f"{text} fails: {describe_failure(error)}",
-                hint="the function must take no arguments and return a pipeline",
+                f"{text} raised an error: {describe_failure(error)}",
+                hint="fix the function: it must accept no arguments and return a pipeline",
             ) from error
     # The function may also return `(pipe, arguments)`.
     pipe, call = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
@@ -104,7 +106,10 @@ def _from_pipeline(pipe: Any, name: str = "", call: Mapping[str, Any] | None = N
     if not hasattr(pipe, "components") and hasattr(pipe, "init_pipeline"):
         pipe = pipe.init_pipeline()
     if not callable(pipe) or not hasattr(pipe, "components"):
-        raise UsageError(f"{type(pipe).__name__} is not a pipeline", hint="pass a diffusers pipeline or its folder")
+        raise UsageError(
+            f"expected a diffusers pipeline, got an object of type {type(pipe).__name__}",
+            hint="pass a diffusers pipeline, or the folder of a model",
+        )
     kind = type(pipe).__name__
     recipe = Recipe(
         name=name or kind,

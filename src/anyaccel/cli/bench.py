@@ -23,7 +23,7 @@ _BASELINES = {"stock": ("stock eager", "stock compiled"), "eager": ("stock eager
 
 Models = Annotated[
     list[str] | None,
-    typer.Argument(metavar="MODEL", help="Hub ids, folders or `embedded`. Default: the embedded model."),
+    typer.Argument(metavar="MODEL", help="Hub IDs, folders or `embedded`. Default: the embedded model."),
 ]
 Against = Annotated[
     str,
@@ -61,8 +61,9 @@ def bench_models(
         raise UsageError(
             f"unknown value {against!r} for --against", hint=f"use one of {', '.join(_BASELINES)}, or omit the option"
         )
-    if rounds < 1 or images < 1:
-        raise UsageError("--rounds and --images must be at least 1", hint="omit them to use the defaults")
+    for option, value in (("--rounds", rounds), ("--images", images)):
+        if value < 1:
+            raise UsageError(f"{option} must be at least 1, not {value}", hint=f"omit {option} to use the default")
     if steps is not None:
         check_steps(steps, hint="for example --steps 20; omit the option to use the default of the pipeline")
     # Imports torch, which takes seconds, so check the options first.

@@ -79,14 +79,16 @@ def export_cache(
     from anyaccel.runtime.speed.compile_cache import export_entries, list_entries
 
     if file.is_dir():
-        raise UsageError(f"{file} is a folder", hint=f"pass a file name, for example {file / 'graphs.tar.gz'}")
+        raise UsageError(
+            f"cannot export to {file}: it is a folder", hint=f"pass a file name, for example {file / 'graphs.tar.gz'}"
+        )
     entries = [entry for entry in list_entries() if not entry.fault]
     if not entries:
         raise UsageError(
             "nothing to export: the cache is empty", hint="fill it with `anyaccel warm MODEL --size 512x512`"
         )
     if not file.parent.is_dir():
-        raise UsageError(f"the folder {file.parent} does not exist", hint=f"mkdir -p {file.parent}")
+        raise UsageError(f"the folder {file.parent} does not exist", hint=f"create it with `mkdir -p {file.parent}`")
     print(f"exported {_count_entries(export_entries(file, entries))} to {file}")
 
 
@@ -109,7 +111,7 @@ def import_cache(
         print(f"skipped: {reason}")
     if not imported and not existing:
         raise UsageError(
-            f"no entry in {file} could be imported", hint="export the file again with `anyaccel cache export`"
+            f"no entry in {file} could be imported", hint=f"create the file again with `anyaccel cache export {file}`"
         )
     print(f"imported {_count_entries(imported)}{f', {existing} already cached' if existing else ''}")
 
@@ -124,7 +126,7 @@ def check_cache_writable(folder: Path) -> None:
 
     fault = find_write_error(folder)
     if fault:
-        raise UsageError(f"the cache is not writable: {fault}", hint=f"set {CACHE_VARIABLE} to a writable folder")
+        raise UsageError(f"cannot write to the cache: {fault}", hint=f"set {CACHE_VARIABLE} to a writable folder")
 
 
 @cache_app.command("prune")

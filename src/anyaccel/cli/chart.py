@@ -17,7 +17,7 @@ from anyaccel.cli.interrupts import cleanup_on_exit
 from anyaccel.cli.progress import Display
 from anyaccel.errors import UsageError
 from anyaccel.processes.signals import TerminatedError
-from anyaccel.storage.atomic_write import atomic_write
+from anyaccel.storage.atomic_write import atomic_write, check_output_folder
 from anyaccel.storage.file_lock import lock_file
 
 if TYPE_CHECKING:
@@ -65,9 +65,8 @@ def show_chart(
         raise UsageError(f"--jobs must be at least 1, not {jobs}", hint="for example --jobs 2")
     # Checked first: a missing folder must not discard the results of a long run.
     for path in (html, markdown, checkpoint):
-        if path and not path.absolute().parent.is_dir():
-            folder = path.absolute().parent
-            raise UsageError(f"the folder {folder} does not exist", hint=f"mkdir -p {folder}")
+        if path:
+            check_output_folder(path)
     # One process per core: more threads would only compete. torch reads the variable when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from anyaccel.checking.chart.chart import find_families
@@ -132,10 +131,14 @@ def _read_checkpoint(
         return (), 0.0
     saved = read_chart(checkpoint)
     # A chart has one list of versions and devices, so rows of other versions cannot be added to it.
-    if saved.environment.get("versions") != environment["versions"] or saved.devices != tuple(devices):
+    difference = ""
+    if saved.devices != tuple(devices):
+        difference = f"the devices {', '.join(saved.devices)}, not {', '.join(devices)}"
+    elif saved.environment.get("versions") != environment["versions"]:
+        difference = "package versions that differ from the installed ones"
+    if difference:
         raise UsageError(
-            f"{checkpoint} was saved with different package versions or devices",
-            hint="delete it, or pass a different file to --keep",
+            f"{checkpoint} was saved with {difference}", hint="delete the file, or pass a different file to --keep"
         )
     return saved.rows, saved.seconds
 
@@ -148,7 +151,7 @@ def _lock_checkpoint(checkpoint: Path | None) -> AbstractContextManager[object]:
     # process would create and lock a new one.
     return lock_file(
         checkpoint.with_name(f".{checkpoint.name}.lock"),
-        f"another chart is being saved to {checkpoint}",
+        f"another process is saving a chart to {checkpoint}",
         "wait until it finishes, or pass a different file to --keep",
     )
 
@@ -168,14 +171,14 @@ def describe_environment() -> dict[str, Any]:
 
 
 def _as_document(chart: Chart) -> dict[str, Any]:
-    from anyaccel.backends.evidence import load_verifications
+    from anyaccel.backends.evidence_files import load_verifications
     from anyaccel.checking.chart.chart_json import as_document
 
     return as_document(chart, load_verifications().values())
 
 
 def _write_pages(chart: Chart, html: Path | None, markdown: Path | None) -> None:
-    from anyaccel.backends.evidence import load_verifications
+    from anyaccel.backends.evidence_files import load_verifications
     from anyaccel.checking.chart.badge import make_badge
     from anyaccel.checking.chart.markdown import write_markdown
     from anyaccel.checking.chart.page import write_page

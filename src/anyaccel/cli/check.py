@@ -13,7 +13,7 @@ from anyaccel.cli.chart import describe_environment
 from anyaccel.cli.interrupts import cleanup_on_exit
 from anyaccel.cli.progress import Display
 from anyaccel.errors import UsageError, nearest
-from anyaccel.storage.atomic_write import atomic_write
+from anyaccel.storage.atomic_write import atomic_write, check_output_folder
 
 if TYPE_CHECKING:
     from anyaccel.checking.report import DeviceReport, Report
@@ -27,7 +27,7 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="MODEL|FOLDER|RECIPE|MODULE:FUNCTION",
-        help="Pipeline to check: a hub id, a folder, a recipe, or a function that returns a pipeline.",
+        help="Pipeline to check: a Hub ID, a folder, a recipe, or a function that returns a pipeline.",
     ),
 ]
 Devices = Annotated[
@@ -100,15 +100,16 @@ def check_pipeline(
         _check_hardware(target, device or ["auto"], dtype, _read_call(steps, size), as_json, others)
         return
     if dtype is not None:
-        raise UsageError("--dtype requires --real", hint="omit it: virtual devices are checked in float32")
+        raise UsageError(
+            "--dtype requires --real: virtual devices are checked in float32", hint="add --real, or omit --dtype"
+        )
     if device and all_devices:
-        raise UsageError("--device and --all cannot be combined", hint="omit one of them")
+        raise UsageError("--device and --all cannot be combined", hint="omit --device or --all")
     output_format = "json" if as_json else output_format
     if output_format not in _FORMATS:
-        raise UsageError(f"unknown format {output_format!r}", hint=nearest(output_format, _FORMATS))
-    if html and not html.absolute().parent.is_dir():
-        folder = html.absolute().parent
-        raise UsageError(f"the folder {folder} does not exist", hint=f"mkdir -p {folder}")
+        raise UsageError(f"unknown value {output_format!r} for --format", hint=nearest(output_format, _FORMATS))
+    if html:
+        check_output_folder(html)
     modes = {"plain": plain, "strict": strict, "compile": compiled}
     report = _check_virtual(target, device or ["all"], baseline, modes, _read_call(steps, size))
     # Printed before the page is written: a full disk must not hide the result.
@@ -127,7 +128,7 @@ def _check_virtual(
     # Virtual devices run in forked processes, and the threads of torch do not survive a fork. torch reads the variable
     # when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from anyaccel.checking.baseline import drop_known_findings, read_baseline
+    from anyaccel.checking.accepted_findings import drop_known_findings, read_baseline
     from anyaccel.checking.check import check, find_devices
 
     # Read before the check, which takes minutes: the file may be missing.
@@ -151,8 +152,10 @@ def _check_hardware(
     target: str, devices: list[str], dtype: str | None, call: dict[str, Any], as_json: bool, others: dict[str, Any]
 ) -> None:
     conflict = next((name for name, value in others.items() if value), None)
-    if conflict or len(devices) > 1:
-        raise UsageError(f"--real cannot be combined with {conflict or 'several devices'}", hint="omit one of them")
+    if conflict:
+        raise UsageError(f"--real cannot be combined with {conflict}", hint=f"omit --real or {conflict}")
+    if len(devices) > 1:
+        raise UsageError(f"--real checks one device, not {len(devices)}", hint=f"pass only --device {devices[0]}")
     from anyaccel.checking.on_hardware import check_on_hardware, describe_hardware_report
 
     report = check_on_hardware(target, devices[0], dtype=dtype, on_message=Display().print_line, **call)

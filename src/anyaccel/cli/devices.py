@@ -68,7 +68,7 @@ def show_devices(
     elif output or signed_off_by or pipelines != "few" or quick or jobs is not None or force:
         raise UsageError(
             "--output, --signed-off-by, --pipelines, --quick, --jobs and --force require --verify",
-            hint="use `anyaccel devices NAME --verify`",
+            hint="add --verify: `anyaccel devices NAME --verify`",
         )
     elif name is not None:
         device_sheet, device = sheet(name), find_device(name)

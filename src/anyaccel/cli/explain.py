@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["explain_model"]
 
 
-ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder or `embedded`.")]
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Hub ID, folder or `embedded`.")]
 DeviceOrProduct = Annotated[
     str,
     typer.Option("--device", "-d", help="Device or product, optionally with a memory size: cuda, gaudi2, mps:16GiB."),

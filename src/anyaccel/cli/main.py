@@ -88,7 +88,7 @@ def main() -> NoReturn:
         if os.environ.get("ANYACCEL_TRACEBACK"):
             raise
         reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
-        _exit(f"error: system error: {reason}\nhint: check the free disk space and the permissions", 3)
+        _exit(f"error: system error: {reason}\nhint: check the free disk space and the file permissions", 3)
     except Exception as error:
         if os.environ.get("ANYACCEL_TRACEBACK"):
             raise

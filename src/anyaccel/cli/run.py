@@ -60,6 +60,6 @@ def split_device(arguments: list[str]) -> tuple[str | None, list[str]]:
             others.append(argument)
     if device == "":
         raise UsageError(
-            f"{_OPTION} requires a device", hint=f"for example: anyaccel run SCRIPT.py {_OPTION} virtual:neuron"
+            f"{_OPTION} requires a device name", hint=f"for example: anyaccel run SCRIPT.py {_OPTION} virtual:neuron"
         )
     return device, others + after_separator

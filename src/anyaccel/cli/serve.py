@@ -60,7 +60,7 @@ DataFolder = Annotated[
 
 Models = Annotated[
     list[str] | None,
-    typer.Argument(metavar="MODEL", help="Hub ids or folders, optionally as NAME=MODEL. Default: the embedded model."),
+    typer.Argument(metavar="MODEL", help="Hub IDs or folders, optionally as NAME=MODEL. Default: the embedded model."),
 ]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 selects a free port.")]
 ApiKeys = Annotated[
@@ -153,7 +153,8 @@ def _check_devices(device: list[str] | None, ray: str | None, replicas: str | No
     devices = tuple(device or ("auto",))
     if ray is None and (replicas is not None or len(devices) > 1):
         raise UsageError(
-            "multiple devices and --replicas require Ray", hint="add --ray auto to start Ray on this machine"
+            "--replicas requires --ray" if replicas is not None else "more than one --device requires --ray",
+            hint="add --ray auto to start Ray on this machine",
         )
     return devices
 

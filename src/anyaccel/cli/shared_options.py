@@ -25,7 +25,7 @@ ImageSize = Annotated[
     ),
 ]
 Model = Annotated[
-    Text, typer.Option("--model", "-m", help="Hub id or folder of the model. Default: the embedded model.")
+    Text, typer.Option("--model", "-m", help="Hub ID or folder of the model. Default: the embedded model.")
 ]
 RayAddress = Annotated[
     Text,

@@ -16,7 +16,7 @@ import typer
 from rich.markup import escape
 
 from anyaccel.backends.device import read_device
-from anyaccel.backends.evidence import FOLDER, Finding, PipelineFinding, Verification
+from anyaccel.backends.evidence_files import FOLDER, Finding, PipelineFinding, Verification
 from anyaccel.cli.console import color_verdict, make_console
 from anyaccel.errors import UsageError
 from anyaccel.storage.atomic_write import atomic_write
@@ -89,7 +89,7 @@ def _choose_file(name: str, output: Path | None, force: bool) -> Path:
     if not folder.is_dir():
         raise UsageError(
             f"the folder {file.parent} does not exist",
-            hint=f"mkdir -p {file.parent}, or pass a different file to --output",
+            hint=f"create it with `mkdir -p {file.parent}`, or pass a different file to --output",
         )
     # Permission bits are not reliable (ACLs, read-only mounts, root), so create a file to find out.
     with tempfile.TemporaryFile(dir=folder):

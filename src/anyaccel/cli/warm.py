@@ -45,7 +45,7 @@ ExpectedImages = Annotated[
 
 
 def warm_model(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder or `embedded`.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub ID, folder or `embedded`.")],
     sizes: Sizes = None,
     device: Annotated[
         str, typer.Option("--device", "-d", help="Device to compile for; it must be available.")
@@ -58,8 +58,9 @@ def warm_model(
 
     Every later process loads the compiled graphs from the cache; see `anyaccel cache`.
     """
-    if images < 1 or expected_images < 1:
-        raise UsageError("--images and --expected-images must be at least 1", hint="omit them to use the defaults")
+    for option, value in (("--images", images), ("--expected-images", expected_images)):
+        if value < 1:
+            raise UsageError(f"{option} must be at least 1, not {value}", hint=f"omit {option} to use the default")
     shapes = list(dict.fromkeys(parse_image_size(size) for size in sizes or []))
     # Checked first: compiling can take many minutes, and its result would be lost.
     check_cache_writable(find_entries_dir())
@@ -79,8 +80,8 @@ def warm_model(
         policy = pipe.plan.compile_policy
         if policy.value.when == "never":
             raise NotMeasurableError(
-                f"anyaccel does not compile on {pipe.plan.title}: {policy.reason}",
-                hint="no warm-up is needed on this device",
+                f"anyaccel does not compile models on {pipe.plan.title}: {policy.reason}",
+                hint="skip `anyaccel warm`: there is nothing to compile for this device",
             )
         calls = [{"width": width, "height": height} for width, height in shapes] or [{}]
         start = time.perf_counter()

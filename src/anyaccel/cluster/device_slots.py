@@ -52,7 +52,8 @@ def find_device_slots(device: str) -> DeviceSlots:
             result: DeviceSlots | Exception = process.receive()
         except EOFError as error:
             raise AnyaccelError(
-                "device detection failed: its process died", hint="check whether `anyaccel devices` works"
+                "device detection failed: the detection process exited unexpectedly",
+                hint="run `anyaccel devices` to see which driver crashes",
             ) from error
     if isinstance(result, Exception):
         raise result
@@ -101,7 +102,7 @@ def slots_from_name(device: str) -> DeviceSlots:
         )
     if spec.index is not None:
         raise UsageError(
-            f"{spec} includes a device index, but Ray assigns the devices", hint=f"use --device {spec.name}"
+            f"{spec} includes a device index, but Ray assigns the device indices", hint=f"use --device {spec.name}"
         )
     device_sheet = sheet(spec)
     return DeviceSlots(device=device_sheet.name, name=device_sheet.name, count=0, on_host=device_sheet.is_host)
@@ -122,7 +123,7 @@ def check_workers(slots: DeviceSlots, requested: int | None) -> int:
     if requested > slots.count:
         raise UsageError(
             f"{requested} workers requested, but there {_format_count(slots)}",
-            hint=f"use --workers {slots.count} or fewer, or add machines with --ray",
+            hint=f"use --workers {slots.count} or fewer, or run on a Ray cluster with --ray",
         )
     return requested
 
@@ -134,7 +135,7 @@ def share_threads(workers: int) -> int | None:
 
 def _format_count(slots: DeviceSlots) -> str:
     unit = "cores" if slots.on_host else f"{slots.name} devices"
-    return f"is 1 {unit[:-1]}" if slots.count == 1 else f"are {slots.count} {unit}"
+    return f"is only 1 {unit[:-1]}" if slots.count == 1 else f"are only {slots.count} {unit}"
 
 
 def claim_device(name: str) -> tuple[str, IO[bytes]]:
@@ -157,6 +158,6 @@ def claim_device(name: str) -> tuple[str, IO[bytes]]:
         except UsageError:
             continue
     raise DeviceUnavailableError(
-        f"all {count} {name} devices on this machine are in use",
-        hint=f"start the Ray node with at most one {name!r} resource per device",
+        f"no {name} device on this machine is free (device count: {count})",
+        hint=f"declare one Ray resource per device: ray start --resources='{{\"{name}\": {count}}}'",
     )

@@ -113,11 +113,11 @@ def check_slots(sheet: Sheet, virtual: bool, requested: int) -> None:
         return
     resource, _ = _ray_resource(sheet, virtual)
     device = f"virtual {sheet.name}" if virtual else sheet.name
-    hint = f"declare the devices of a node: ray start --resources='{{\"{resource}\": 8}}'"
+    hint = f"declare the devices when you start a node, for example: ray start --resources='{{\"{resource}\": 8}}'"
     raise UsageError(
-        f"{requested} workers on {device} requested, but the cluster has only {available} available "
-        f"(Ray resource {resource})",
-        hint=f"request {available} or fewer" if available else hint,
+        f"{requested} worker{'s' * (requested != 1)} on {device} devices requested, but the cluster has resources "
+        f"for only {available} (Ray resource {resource!r})",
+        hint=f"request at most {available}" if available else hint,
     )
 
 
@@ -152,11 +152,11 @@ def _connect(ray: Any, address: str) -> None:
             raise
         raise AnyaccelError(
             f"the Ray cluster at {address} rejected the connection: {first_line(error)}",
-            hint="if it requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as on the cluster nodes",
+            hint="if the cluster requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as on the cluster nodes",
         ) from error
     except (RuntimeError, ValueError) as error:  # for example another version of Ray or Python
         raise AnyaccelError(
-            f"cannot join the Ray cluster at {address}: {first_line(error)}",
+            f"cannot connect to the Ray cluster at {address}: {first_line(error)}",
             hint="use the same versions of Ray and Python on all machines",
         ) from error
 
@@ -184,7 +184,7 @@ def _check_reachable(address: str) -> None:
     if "://" in address:
         raise UsageError(
             f"{address} is a Ray Client address, which is not supported",
-            hint="run this on a cluster node with the address printed by `ray start`: HOST:6379",
+            hint="run this command on a cluster node, and pass the address printed by `ray start`, such as HOST:6379",
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -216,5 +216,5 @@ def _check_grpc(address: str) -> None:
 def _unreachable_error(address: str, reason: str) -> AnyaccelError:
     return AnyaccelError(
         f"cannot reach a Ray cluster at {address}: {reason}",
-        hint="start one with `ray start --head`, or use --ray auto for one on this machine",
+        hint="start one with `ray start --head`, or use --ray auto to start one on this machine",
     )

@@ -109,7 +109,7 @@ def _wait(ray: Any, pending: dict[Any, int]) -> list[RankResult]:
         except ray.exceptions.RayError as error:
             raise AnyaccelError(
                 f"rank {rank} failed: {type(error).__name__}",
-                hint="see the output of this rank, then restart all ranks",
+                hint="check the output of this rank in the Ray logs (/tmp/ray), then start all ranks again",
             ) from error
         if results[-1].status:
             break
@@ -129,8 +129,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("program", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
     try:
-        if options.ranks < 1 or not options.program:
-            raise UsageError("a program and at least one rank are required", hint="for example: --ranks 2 program.py")
+        if options.ranks < 1:
+            raise UsageError(f"--ranks must be at least 1, not {options.ranks}", hint="for example --ranks 2")
+        if not options.program:
+            raise UsageError("missing program", hint="pass a Python file, for example: --ranks 2 program.py")
         slots = slots_from_name(options.device)
         join(options.ray)
         device_sheet = sheet(slots.name)
@@ -144,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = next((result for result in results if result.status), None)
     if failed is not None:
         print(failed.output, file=sys.stderr)
-        print(f"error: rank {failed.rank} ended with status {failed.status}", file=sys.stderr)
+        print(f"error: rank {failed.rank} exited with status {failed.status}", file=sys.stderr)
         return 1
     print(next(result for result in results if result.rank == 0).output, end="")
     return 0

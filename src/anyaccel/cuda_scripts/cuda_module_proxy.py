@@ -22,7 +22,7 @@ from anyaccel.errors import NotMeasurableError, UnmappedError
 
 __all__ = ["CudaModuleProxy", "install_cuda_proxy"]
 
-_GRAPH = "CUDA graphs are a feature of NVIDIA's driver"
+_GRAPH = "CUDA graphs require an NVIDIA driver"
 # Why a function has no equivalent on other devices, for the error text.
 _REASONS = {
     "CUDAGraph": _GRAPH,
@@ -32,11 +32,11 @@ _REASONS = {
     "graph_pool_handle": _GRAPH,
     "nccl": "NCCL is NVIDIA's communication library; use torch.distributed",
     "comm": "NCCL is NVIDIA's communication library; use torch.distributed",
-    "cudart": "it calls NVIDIA's runtime",
+    "cudart": "it calls the CUDA runtime",
     "jiterator": "it compiles CUDA kernels",
-    "ExternalStream": "it wraps a stream of NVIDIA's runtime",
-    "MemPool": "it configures NVIDIA's allocator",
-    "CUDAPluggableAllocator": "it configures NVIDIA's allocator",
+    "ExternalStream": "it wraps a CUDA stream",
+    "MemPool": "it configures the CUDA allocator",
+    "CUDAPluggableAllocator": "it configures the CUDA allocator",
 }
 # The value of a statistic that the device does not report. Formatting and arithmetic work with NaN, not with None.
 _NOT_REPORTED = float("nan")
@@ -249,5 +249,6 @@ def _make_unmapped_error(migration: Migration, dotted: str, name: str) -> Unmapp
     reason = _REASONS.get(name, "other devices have no equivalent")
     return UnmappedError(
         f"{read_site()}: {dotted} cannot be mapped to {migration.title}: {reason}",
-        hint="skip the call on other devices; if the device has an equivalent, please open an issue with this line",
+        hint=f"guard the call with `if hasattr({dotted.rpartition('.')[0]}, {name!r}):`; "
+        "if the device has an equivalent, please open an issue that quotes this line",
     )

@@ -127,9 +127,9 @@ class Migration:
         absolute, count = (self.first.index or 0) + index, self.opened.driver.count()
         if not 0 <= absolute < count:
             raise UnmappedError(
-                f"{read_site()}: {call} uses {self.source_type}:{index}, which does not exist; the first device is "
-                f"{self.first} and the device count is {count}",
-                hint="configure the script for fewer devices, or run it on a machine with more",
+                f"{read_site()}: {call} uses {self.source_type}:{index}, which does not exist: {self.source_type}:0 is "
+                f"mapped to {self.first}, and the device count is {count}",
+                hint="configure the script for fewer devices, or run it on a machine with more devices",
             )
         return torch.device(self.first.type, absolute)
 

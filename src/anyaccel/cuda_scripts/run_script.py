@@ -87,13 +87,16 @@ def run_script(path: str, arguments: Sequence[str], device: str = "auto", verbos
 def _read_code(path: str) -> bytes:
     if os.path.isdir(path) or not os.path.exists(path):
         reason = "is a folder" if os.path.isdir(path) else "does not exist"
-        raise UsageError(f"{path} {reason}", hint="anyaccel run [--device NAME] SCRIPT.py [ARGUMENT]…")
+        raise UsageError(
+            f"{path} {reason}",
+            hint="pass the path of a Python script: anyaccel run [--device NAME] SCRIPT.py [ARGUMENT]…",
+        )
     try:
         # Not `open`: audit hooks must see that the file is code, as with `python SCRIPT`.
         with io.open_code(str(Path(path).absolute())) as file:
             return file.read()
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", hint="check the permissions") from error
+        raise UsageError(f"cannot read {path}: {error.strerror}", hint="check the permissions of the file") from error
 
 
 def _execute(source: bytes, path: str) -> None:
@@ -141,7 +144,7 @@ def _find_reason(error: Exception, source_type: str) -> str:
             return f"{module.partition('.')[0]} is {_FOR_CUDA_ONLY[module.partition('.')[0]]}"
     # Last, because a word in the error text is the weakest evidence.
     if source_type in str(error).lower() or "nvidia" in str(error).lower():
-        return "this call uses CUDA and is not mapped; please open an issue with this line"
+        return "this call uses CUDA and is not mapped; please open an issue that quotes this line"
     return ""
 
 

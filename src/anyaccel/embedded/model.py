@@ -23,7 +23,7 @@ def find_embedded_model() -> Path:
     """Return the folder with the embedded model, for `diffusers.DiffusionPipeline.from_pretrained`."""
     if not (_FOLDER / "model_index.json").is_file():
         raise ModelError(
-            f"the embedded model is missing at {_FOLDER}",
-            hint="reinstall anyaccel, or pass the hub id or folder of a different model",
+            f"the embedded model was not found at {_FOLDER}",
+            hint="reinstall anyaccel, or pass the Hub ID or folder of a different model",
         )
     return _FOLDER

@@ -54,10 +54,14 @@ def start(name: str, count: int = 1, memory: str | int | None = None, strict: bo
     memory = spec.product if memory is None else memory
     _check_count(count)
     if not isinstance(memory, str | int | None):
-        raise UsageError(f"{memory!r} is not a valid memory size", hint="use 16GiB, 96GB or a number of bytes")
+        raise UsageError(
+            f"{memory!r} is not a valid memory size", hint="use a size such as 16GiB or 96GB, or a number of bytes"
+        )
     sheet, capacity = _read_product(find_sheet(name), memory)
     if not sheet.can_be_virtual:
-        raise UsageError(f"{name} has no virtual device", hint=f"use one of {', '.join(_list_virtual_names())}")
+        raise UsageError(
+            f"{name} is not available as a virtual device", hint=f"use one of {', '.join(_list_virtual_names())}"
+        )
     # torch cannot unregister a device type, so there is one accelerator per process and it is reused.
     if not _STARTED:
         _STARTED.append(_install(VirtualAccelerator(sheet, count, capacity, strict)))
@@ -103,17 +107,18 @@ def _restart(
     """
     if running.name != sheet.torch_name:
         raise VirtualDeviceError(
-            f"this process already has a virtual {running.name}; torch cannot unregister a device type",
-            hint=f"run {sheet.torch_name} in a separate process",
+            f"this process already has a virtual {running.name} device, and torch cannot unregister a device type",
+            hint=f"use the virtual {sheet.torch_name} device in a separate process",
         )
     if running.enforcing:
         raise VirtualDeviceError(
-            f"a virtual {running.name} is already active", hint="exit its `with` block before entering another"
+            f"a virtual {running.name} device is already active",
+            hint="exit its `with` block before you start another virtual device",
         )
     if count > running.count:
         raise VirtualDeviceError(
-            f"count cannot be changed to {count}: this process started with count={running.count}",
-            hint="start the process with the larger count",
+            f"count cannot be increased to {count}: this process started with count={running.count}",
+            hint=f"use count={count} when the process first starts the virtual device",
         )
     # The sheet may be narrowed to another product, so the registered device changes with it.
     running.restart(sheet, capacity, strict)

@@ -43,9 +43,11 @@ def _start(request: str) -> None:
 
     spec = DeviceSpec.parse(VIRTUAL_PREFIX + request, load_registry(), f" (from {VARIABLE})")
     if spec.index is not None:
+        count = spec.index or 2
         raise UsageError(
-            f"{VARIABLE}={request!r} includes a device index, which is not supported here",
-            hint=f"use {VARIABLE}={spec.name},count={spec.index or 2}; as a device argument, {spec.count_hint()}",
+            f"{VARIABLE}={request!r} includes a device index, but the variable accepts only a device count",
+            hint=f"set {VARIABLE}={spec.name},count={count} to create {count} devices, "
+            f"then select the last one with {spec.name}:{count - 1}",
         )
     path = _find_ledger_path()
     accelerator = start(spec.name, spec.count or 1, spec.product or spec.memory, spec.strict)
@@ -65,7 +67,10 @@ def _find_ledger_path() -> str:
 
     path = os.path.abspath(value)  # now, because the program may change its working directory
     if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path)):
-        raise UsageError(f"{LEDGER_VARIABLE}={value!r} is not writable", hint="use a file in an existing folder")
+        reason = "is a folder" if os.path.isdir(path) else "is in a folder that does not exist"
+        raise UsageError(
+            f"{LEDGER_VARIABLE}={value!r} {reason}", hint=f"use a file name, for example {LEDGER_VARIABLE}=ledger.json"
+        )
     # Children inherit the environment: the first process that sets the owner gets the plain file name.
     owner = os.environ.setdefault(f"{LEDGER_VARIABLE}_OWNER", str(os.getpid()))
     stem, ending = os.path.splitext(path)

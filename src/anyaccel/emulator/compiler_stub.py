@@ -168,7 +168,7 @@ def _load_or_write_artifact(compiler: Compiler, digest: str, inputs: tuple[str, 
             raise VirtualDeviceError(
                 f"{path} was compiled with compiler version {artifact['compiler']}, but the current version is "
                 f"{COMPILER_VERSION}",
-                hint=f"delete it, or set {compiler.cache_variable} to a different folder",
+                hint=f"delete the file, or set {compiler.cache_variable} to a different folder",
             )
         return True
     folder.mkdir(parents=True, exist_ok=True)

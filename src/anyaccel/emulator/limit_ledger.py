@@ -82,7 +82,7 @@ class Ledger:
         """Raise AssertionError if the ledger has rows with the given effects (default: "error")."""
         rows = [row for effect in effects or ("error",) for row in self.rows(effect)]
         if rows:
-            raise AssertionError("the device does not support:\n" + "\n".join(_format_row(row) for row in rows))
+            raise AssertionError("the code hit limits of the device:\n" + "\n".join(_format_row(row) for row in rows))
 
     def round_trips(self) -> dict[int | None, int]:
         """Return the number of device-to-CPU reads per denoising step (None for reads outside the loop)."""

@@ -48,8 +48,8 @@ def register_device(name: str, module: ModuleType, undecomposed: Iterable[str] =
     """
     if read_private_use_name() == name:
         raise RealDeviceError(
-            f"the software of the real {name} device is already loaded",
-            hint=f"use {name}, or an environment without that software",
+            f"the package for the real {name} device is already loaded, so a virtual one cannot be added",
+            hint=f"use the real {name} device, or an environment without this package",
         )
     if _is_builtin(name):
         key = name.upper()
@@ -128,7 +128,7 @@ def _claim_private_use(name: str, module: ModuleType) -> None:
     current = read_private_use_name()
     if current != _UNCLAIMED:
         raise VirtualDeviceError(
-            f"torch supports one custom device type per process, and {current!r} is already registered",
+            f"torch supports only one custom device type per process, and {current!r} is already registered",
             hint=f"use an environment without the package that registers {current!r}, or a separate process",
         )
     claim_private_use(name, module)
@@ -159,8 +159,8 @@ def _fill_guard_slot(name: str) -> None:
     table = find_guard_table(private_use + 1)
     if table[slot] is not None:
         raise RealDeviceError(
-            f"this torch build supports real {name} devices; a virtual one cannot be added",
-            hint=f"use {name}, or a torch build without it",
+            f"this torch build supports real {name} devices, so a virtual one cannot be added",
+            hint=f"use the real {name} device, or a torch build without {name} support",
         )
     # torch.acc registers Python guards only for PrivateUse1: register there, copy the entry, restore the slot.
     before = table[private_use]

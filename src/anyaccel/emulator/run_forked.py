@@ -40,7 +40,7 @@ def run_forked(
 
     # A fork instead of a new interpreter: torch and diffusers are already imported.
     try:
-        return call_in_fork(call, name=f"a virtual {device}", timeout_s=timeout_s)
+        return call_in_fork(call, name=f"the virtual {device} device", timeout_s=timeout_s)
     except ProcessDiedError as error:
-        hint = "run the same code with ANYACCEL_VIRTUAL set to see its output"
+        hint = f"run the same code with ANYACCEL_VIRTUAL={device} to see its output"
         raise VirtualDeviceError(error.message, hint=hint) from None

@@ -187,7 +187,7 @@ def find_patch(name: str) -> Patch:
     for patch in PATCHES:
         if fnmatchcase(name, patch.name):
             return patch
-    raise UpstreamError(f"{name} has no entry in PATCHES", hint="add an entry that states the reason")
+    raise UpstreamError(f"{name} has no entry in PATCHES", hint=f"add a Patch for {name} to PATCHES, with the reason")
 
 
 @dataclass
@@ -272,7 +272,8 @@ def _read_original(name: str, patch: Patch) -> _Replacement:
         original = getattr(owner, attribute, _ABSENT)
         if original is _ABSENT and not patch.optional:
             raise UpstreamError(
-                f"{dotted} does not exist in this installation and cannot be patched: {patch.why}",
+                f"cannot patch {dotted}, which the installed {dotted.partition('.')[0]} does not have. "
+                f"Reason for the patch: {patch.why}",
                 hint=f"use a tested torch release: {', '.join(patch.known_good)}",
             )
         # vars, not getattr: restore must not turn an inherited attribute into an own one.

@@ -38,14 +38,14 @@ def find_device_target(device: str) -> DeviceTarget:
     spec = read_device(device)
     if spec.virtual:
         raise UsageError(
-            "explain does not run the model, so virtual devices are not supported",
-            hint=f"pass the device itself: --device {spec.product or spec.name}",
+            f"explain does not run the model, so it does not accept the virtual device {device!r}",
+            hint=f"use --device {spec.product or spec.name}; the device does not have to be available on this machine",
         )
     # `gaudi2:80` looks like a memory size without a unit, but the product already determines the memory.
     if spec.product is not None and spec.index is not None:
         raise UsageError(
-            f"{spec.product} has a fixed memory size",
-            hint=f"use {spec.product}, or {spec.name}:{spec.index}GiB for a device with that much memory",
+            f"{device!r} is not a valid device: {spec.product} has a fixed memory size",
+            hint=f"use {spec.product}, or {spec.name}:{spec.index}GiB for a device with {spec.index} GiB of memory",
         )
     if spec.product is not None:
         sheet = find_sheet(spec)
@@ -56,7 +56,7 @@ def find_device_target(device: str) -> DeviceTarget:
         return _from_this_machine(spec)
     if spec.index is not None:
         # `cuda:80` is far more often a forgotten unit than the 81st device.
-        hint = f"did you mean {spec.name}:{spec.index or 16}GiB? Otherwise omit the index: {spec.name}"
+        hint = f"did you mean {spec.name}:{spec.index or 16}GiB? if not, use {spec.name} without an index"
         raise UnknownDeviceError(f"{spec} is not available on this machine", hint=hint)
     return _from_name(spec.name)
 
@@ -95,7 +95,7 @@ def _from_this_machine(spec: DeviceSpec) -> DeviceTarget:
     try:
         memory = opened.driver.memory(opened.index)
     except NotMeasurableError as error:
-        hint = f"pass the memory size: --device {opened.sheet.name}:16GiB"
+        hint = f"pass its memory size, for example --device {opened.sheet.name}:16GiB"
         raise UsageError(f"{name} does not report its memory size", hint=hint) from error
     return DeviceTarget(
         name=name,

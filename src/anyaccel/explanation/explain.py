@@ -175,7 +175,8 @@ class _MemoryEstimate:
         except Exception as error:
             raise ModelError(
                 f"cannot trace {self.folder.pipeline} with meta tensors: {type(error).__name__}: {error}",
-                hint="set ANYACCEL_TRACEBACK=1 to see where; `anyaccel check` runs a small version of the model",
+                hint="set ANYACCEL_TRACEBACK=1 to print the traceback, or run `anyaccel check`, which uses a small "
+                "version of the model",
             ) from error
         product, mode = self.target.product, self.plan.mode.value
         limits = find_limit_hits(sheet, measure.trace_facts, batch, product=product, mode=mode)

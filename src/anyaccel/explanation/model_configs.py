@@ -26,25 +26,30 @@ def find_model(model: str | os.PathLike[str], revision: str | None = None) -> Mo
     """
     text = os.fspath(model)
     if not text.strip():
-        raise ModelError("the model name is empty", hint=f"pass a hub id, a folder, or `{NAME}`")
+        raise ModelError("the model name is empty", hint=f"pass a Hub ID, a folder, or `{NAME}` for the embedded model")
     if text == NAME:
         return read_model_folder(find_embedded_model())
     path = Path(text).expanduser()
     if path.is_dir():
         if not (path / "model_index.json").is_file():
             raise ModelError(
-                f"{text} is not a pipeline folder: it has no model_index.json", hint="pass the folder of a pipeline"
+                f"{text} is not a pipeline folder: it has no model_index.json",
+                hint="pass a folder that contains model_index.json",
             )
         return read_model_folder(path)
     if path.exists():
-        raise ModelError(f"{text} is a file, not a pipeline folder", hint="pass the folder of a pipeline")
+        raise ModelError(
+            f"{text} is a file, not a pipeline folder", hint="pass a folder that contains model_index.json"
+        )
     # The bundled configs belong to one revision, so another one needs the network.
     bundled = find_bundled_configs(text) if revision is None else None
     if bundled is not None:
         return read_model_folder(bundled)
     # A misspelled path must not become a request to the hub.
     if text.startswith((".", "/", "~")) or text.count("/") != 1:
-        raise ModelError(f"{text} is neither a folder nor a hub id", hint=nearest(text, [NAME, *list_bundled_models()]))
+        raise ModelError(
+            f"{text} is neither an existing folder nor a Hub ID", hint=nearest(text, [NAME, *list_bundled_models()])
+        )
     return read_model_folder(_download_configs(text, revision))
 
 
@@ -64,8 +69,12 @@ def _download_configs(name: str, revision: str | None) -> Path:
     except Exception as error:  # the hub, the network and the file system raise many kinds of errors
         raise ModelError(
             f"cannot download the config files of {name}: {first_line(error)}",
-            hint=f"check the spelling and the network; available offline: {', '.join(list_bundled_models())}",
+            hint="check the model name and the network connection; models available offline: "
+            f"{', '.join(list_bundled_models())}",
         ) from error
     if not (Path(folder) / "model_index.json").is_file():
-        raise ModelError(f"{name} is not a pipeline: it has no model_index.json", hint="pass the hub id of a pipeline")
+        raise ModelError(
+            f"{name} is not a pipeline: it has no model_index.json",
+            hint="pass the Hub ID of a diffusers pipeline, such as stable-diffusion-v1-5/stable-diffusion-v1-5",
+        )
     return Path(folder)

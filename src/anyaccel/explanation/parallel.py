@@ -113,7 +113,8 @@ def _format_tensor_note(target: DeviceTarget, facts: PipelineFacts, measure: Mea
         if resident or count == counts[-1]:
             break
     weights = f"each rank holds {readable(rank.weights_bytes)} of {readable(total.weights_bytes)} of weights"
-    return f"parallel='tensor:{count}': {weights}, which {'fits' if resident else 'still does not fit'} resident"
+    outcome = "fits" if resident else "still does not fit"
+    return f"parallel='tensor:{count}': {weights}, which {outcome} with memory='resident'"
 
 
 def _format_context_note(target: DeviceTarget, facts: PipelineFacts, measure: Measure, tokens: int) -> str:
@@ -141,6 +142,6 @@ def _find_obstacle(target: DeviceTarget, facts: PipelineFacts, strategy: SplitSt
     try:
         choose_parallel(target.sheet, facts, PlacementOptions(parallel=f"{strategy}:{count}"), ranks)
     except UsageError as error:
-        # The message starts with the option ("parallel='tensor:2': …"); the note names it already.
+        # The message starts with the option ("parallel='tensor:2' is not available: …"); the note names it already.
         return error.message.partition(": ")[2]
     return None

@@ -20,7 +20,9 @@ __all__ = ["check_image_call", "find_default", "find_missing_image", "list_param
 _OUTPUT_FIELDS = ("images", "image")
 # Names that pipeline calls use for an input image.
 _INPUT_IMAGES = ("image", "control_image", "mask_image")
-_USE_PYTHON = "load the pipeline with anyaccel.DiffusionPipeline.from_pretrained, place it with to() and call it"
+_USE_PYTHON = (
+    "in Python, load it with anyaccel.DiffusionPipeline.from_pretrained(model), then call pipe.to(device) and pipe(…)"
+)
 
 
 def check_image_call(pipe: Any, call: Mapping[str, Any]) -> None:
@@ -108,6 +110,9 @@ def pick_images(pipe: Any, output: Any, expected: int = 1) -> list[Image.Image]:
     images = next((value for name in _OUTPUT_FIELDS if (value := getattr(output, name, None)) is not None), None)
     if isinstance(images, list) and len(images) == expected and all(isinstance(item, Image.Image) for item in images):
         return images
-    returned = f"a list of {len(images)}" if isinstance(images, list) else type(images).__name__
-    requested = "one image" if expected == 1 else f"{expected} images"
+    returned = f"an object of type {type(images).__name__}"
+    if isinstance(images, list):
+        types = " and ".join(sorted({type(item).__name__ for item in images}))
+        returned = f"a list of {len(images)} objects of type {types}" if images else "an empty list"
+    requested = "one PIL image" if expected == 1 else f"{expected} PIL images"
     raise UsageError(f"{plain_class(pipe).__name__} returned {returned} instead of {requested}", hint=_USE_PYTHON)

@@ -14,7 +14,7 @@ from anyaccel.generation.contact_sheet import make_contact_sheet
 from anyaccel.generation.image import GeneratedImage, generate_image
 from anyaccel.generation.image_format import encode_image
 from anyaccel.generation.metadata import ImageMetadata
-from anyaccel.generation.model_cache import LOCK, load_model
+from anyaccel.generation.model_loading import LOCK, load_model
 from anyaccel.generation.output_files import file_exists_error, read_destination
 from anyaccel.generation.request import make_request
 from anyaccel.planning.plan import Plan

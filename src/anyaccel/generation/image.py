@@ -14,7 +14,7 @@ from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import AnyaccelError, UsageError, first_line
 from anyaccel.generation.call_validation import check_image_call, find_default, find_missing_image, pick_images
 from anyaccel.generation.metadata import ImageMetadata, record_call
-from anyaccel.generation.model_cache import LoadedModel
+from anyaccel.generation.model_loading import LoadedModel
 from anyaccel.generation.progress import counting_steps
 from anyaccel.planning.plan import Plan
 from anyaccel.progress import ProgressListener
@@ -139,7 +139,7 @@ def _translate_errors(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
             raise
         raise AnyaccelError(
             f"out of memory on {pipe.plan.device}: {first_line(error)}",
-            hint="use a smaller image size or a 16-bit dtype",
+            hint="use a smaller image size, or a 16-bit dtype such as bfloat16",
         ) from error
     except (TypeError, ValueError, AttributeError) as error:
         # Image-to-image pipelines accept None as an input image and fail later, with an unrelated message.
@@ -148,6 +148,6 @@ def _translate_errors(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
             name = plain_class(pipe).__name__
             raise UsageError(
                 f"{name} failed, probably because it requires an input image ({missing}): {first_line(error)}",
-                hint=f"use a text-to-image model, or pass {missing}= from Python",
+                hint=f"use a text-to-image model, or call the pipeline in Python with {missing}=…",
             ) from error
         raise

@@ -48,9 +48,9 @@ def encode_image(image: Image.Image, suffix: str, metadata: Sequence[ImageMetada
         if "too long" not in str(error):  # Pillow's message for an EXIF block of more than 64 KiB
             raise
         raise UsageError(
-            f"the metadata of {len(metadata)} image{'s' * (len(metadata) > 1)} does not fit in a {file_format} file "
-            "(64 KiB)",
-            hint="write a .png file",
+            f"the metadata of {len(metadata)} image{'s' * (len(metadata) > 1)} is too large for a {file_format} file, "
+            "which can contain at most 64 KiB of metadata",
+            hint="use an output file name that ends with .png",
         ) from error
     return stream.getvalue()
 
@@ -94,14 +94,15 @@ def read_metadata(path: str | os.PathLike[str]) -> tuple[ImageMetadata, ...]:
     if text is None:
         raise UsageError(
             f"{path} contains no generation metadata",
-            hint="use an image written by anyaccel; image editors and messaging apps often remove the metadata",
+            hint="use the original file written by anyaccel; image editors and messaging apps often remove the "
+            "metadata",
         )
     try:
         return read_document(text)
     except (ValueError, RecursionError) as error:  # deeply nested JSON exceeds the recursion limit
         raise UsageError(
             f"invalid generation metadata in {path}: {error}",
-            hint="use the original file; update anyaccel if a newer version wrote it",
+            hint="copy or download the file again, or update anyaccel if a newer version wrote the file",
         ) from error
 
 
@@ -110,8 +111,12 @@ def _read_document_text(path: Path) -> str | None:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise UsageError(f"{path} is too large to be an image written by anyaccel", hint="check the path")
+        size = path.stat().st_size
+        if size > _MAX_FILE_BYTES:
+            raise UsageError(
+                f"{path} has {size:,} bytes, but image files written by anyaccel have at most {_MAX_FILE_BYTES:,}",
+                hint="pass an image file written by anyaccel",
+            )
         # Only the formats that anyaccel writes: the file is untrusted, and Pillow has dozens of other decoders.
         with Image.open(path, formats=sorted(set(SUFFIXES.values()))) as image:
             if image.format == "PNG":
@@ -120,13 +125,15 @@ def _read_document_text(path: Path) -> str | None:
                 record = image.getexif().get_ifd(_EXIF_IFD).get(_USER_COMMENT)
     except UnidentifiedImageError as error:
         raise UsageError(
-            f"{path} is not a complete PNG, JPEG or WebP file", hint="use an image written by anyaccel"
+            f"{path} is not a valid PNG, JPEG or WebP file", hint="pass an image file written by anyaccel"
         ) from error
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UsageError(f"cannot read {path}: {reason}", hint="check the path") from error
+        raise UsageError(
+            f"cannot read {path}: {reason}", hint="check the path and the permissions of the file"
+        ) from error
     except (ValueError, SyntaxError, Image.DecompressionBombError) as error:  # raised by Pillow for damaged files
-        raise UsageError(f"{path} is corrupted: {error}", hint="use the original file") from error
+        raise UsageError(f"{path} is corrupted: {error}", hint="copy or download the file again") from error
     if isinstance(record, bytes):
         return record.removeprefix(_ASCII).rstrip(b"\0").decode("ascii", "replace") if _ASCII in record[:8] else None
     return str(record) if record is not None else None

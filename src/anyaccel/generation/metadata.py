@@ -39,7 +39,7 @@ class ImageMetadata:
     """Everything that determines an image: the model, call, device and software versions."""
 
     model: str
-    """`embedded`, a hub id, or a folder, with `~` for the home folder."""
+    """`embedded`, a Hub ID, or a folder, with `~` for the home folder."""
     revision: str | None
     """Commit of a hub model; for a folder and the embedded model a digest of the files."""
     pipeline: str
@@ -85,8 +85,9 @@ class ImageMetadata:
         """
         if self.unrecorded:
             raise UsageError(
-                f"the image was generated with {', '.join(self.unrecorded)}, which the metadata does not include",
-                hint="call anyaccel.generate from Python with the same arguments",
+                "the image was generated with arguments that its metadata does not include: "
+                f"{', '.join(self.unrecorded)}",
+                hint="call anyaccel.generate in Python and pass these arguments again",
             )
         own = {
             "num_inference_steps": self.steps,
@@ -158,14 +159,14 @@ def read_document(text: str) -> tuple[ImageMetadata, ...]:
     """Return the metadata for each image in a document; raise ValueError if the document is not valid."""
     document = json.loads(text)
     if not isinstance(document, dict) or not isinstance(document.get("format"), int):
-        raise ValueError("not an anyaccel metadata document")
+        raise ValueError("expected a JSON object with an integer `format`")
     if document["format"] > FORMAT:
         raise ValueError(f"format {document['format']} is newer than the supported format {FORMAT}")
     # Version 0.1 wrote `pictures`. A single image has neither key.
     images_v1 = document.pop("pictures", [{}])
     images = document.pop("images", images_v1)
     if not isinstance(images, list) or not images or not all(isinstance(image, dict) for image in images):
-        raise ValueError("the list of images is empty or invalid")
+        raise ValueError(f"expected a non-empty list of images, not {images!r:.60}")
     return tuple(_read_image_metadata({**document, **image}) for image in images)
 
 
@@ -191,16 +192,16 @@ def _read_image_metadata(document: Mapping[str, Any]) -> ImageMetadata:
     values: dict[str, Any] = {}
     for attribute in fields(ImageMetadata):
         if attribute.name not in document:
-            raise ValueError(f"{attribute.name} is missing")
+            raise ValueError(f"the field {attribute.name!r} is missing")
         value = document[attribute.name]
         # bool is a subclass of int, so isinstance alone would accept `"seed": true`.
         is_misplaced_bool = isinstance(value, bool) and attribute.type != "bool"
         if is_misplaced_bool or not isinstance(value, _FIELD_TYPES[str(attribute.type)]):
-            raise ValueError(f"invalid {attribute.name} {value!r:.60}")
+            raise ValueError(f"the field {attribute.name!r} has the invalid value {value!r:.60}")
         values[attribute.name] = tuple(value) if isinstance(value, list) else value
     metadata = ImageMetadata(**values)
     if not 0 <= metadata.seed <= LARGEST_SEED:
-        raise ValueError(f"invalid seed {metadata.seed}")
+        raise ValueError(f"the seed must be an integer from 0 to 2**64 - 1, not {metadata.seed}")
     return metadata
 
 

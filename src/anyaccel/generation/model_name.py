@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from anyaccel.embedded.model import NAME, find_embedded_model
-from anyaccel.errors import UsageError
+from anyaccel.errors import ModelError, UsageError
 from anyaccel.runtime.model_file_checks import check_model_folder
 
 __all__ = ["ResolvedModel", "digest_folder", "find_revision", "resolve_model"]
@@ -46,23 +46,29 @@ def resolve_model(model: str | os.PathLike[str] | None = None, revision: str | N
     """
     if not isinstance(model, str | os.PathLike | None):
         raise UsageError(
-            f"{model!r} is not a valid model", hint="pass a hub id, a folder, or None for the embedded model"
+            f"the model must be a string, a path or None, not {model!r:.60}",
+            hint="pass a Hub ID, a folder, or None for the embedded model",
         )
     text = NAME if model is None else os.fspath(model)
     if not text.strip():
-        raise UsageError("the model name is empty", hint="pass a hub id or a folder, or omit it for the embedded model")
+        raise UsageError(
+            "the model name is empty", hint="pass a Hub ID or a folder, or omit the model to use the embedded model"
+        )
     if text == NAME:
         resolved = ResolvedModel(kind="embedded", name=NAME, source=str(find_embedded_model()))
     else:
         check_model_folder(text, pickles=False, trusted=False)
         path = Path(text).expanduser()
-        # An existing path takes precedence over a hub id, as in diffusers.
+        # An existing path takes precedence over a Hub ID, as in diffusers.
         local = path.exists()
         kind: Literal["folder", "hub"] = "folder" if local else "hub"
         name = _abbreviate_home(path) if local else text
         resolved = ResolvedModel(kind=kind, name=name, source=str(path) if local else text, revision=revision)
     if revision is not None and resolved.kind != "hub":
-        raise UsageError(f"{resolved.name} is not a hub model and has no revisions", hint="omit the revision")
+        raise UsageError(
+            f"revision {revision!r} cannot be used with {resolved.name}, which is not a Hub model",
+            hint="omit the revision, or pass a Hub ID",
+        )
     return resolved
 
 
@@ -117,6 +123,8 @@ def _list_model_files(folder: Path) -> list[Path]:
     if not (folder / _INDEX).is_file():
         return [folder] if folder.is_file() else []  # a single-file checkpoint
     index = json.loads((folder / _INDEX).read_text())
+    if not isinstance(index, dict):
+        raise ModelError(f"{folder / _INDEX} is not a JSON object", hint="copy or download the model again")
     # A component is a list [library, class]; other values are settings of the pipeline.
     names = [name for name, value in index.items() if isinstance(value, list)]
     files = [file for name in names for file in (folder / name).rglob("*")]

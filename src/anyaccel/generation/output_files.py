@@ -95,10 +95,10 @@ def read_destination(output: str | os.PathLike[str] | None, *, images: int, shee
         _check_folder(path, create=True)
         return Destination(folder=path, images=images, force=force)
     if path.suffix.lower() not in SUFFIXES:
-        suffix = f"unknown image suffix {path.suffix!r}" if path.suffix else "missing image suffix"
+        problem = f"has the unknown image suffix {path.suffix!r}" if path.suffix else "has no image suffix"
         raise UsageError(
-            f"{suffix} in {path}",
-            hint=f"{nearest(path.suffix.lower(), SUFFIXES)}; use {path.name}/ for a folder",
+            f"the output file {path} {problem}",
+            hint=f"{nearest(path.suffix.lower(), SUFFIXES)}; to write to a folder, use {path.name}/",
         )
     _check_folder(path.parent, create=False)
     destination = Destination(folder=path.parent, stem=path.stem, suffix=path.suffix, images=images, force=force)
@@ -126,7 +126,7 @@ def _find_kind(path: Path) -> str | None:
 def _check_file(path: Path, force: bool) -> None:
     kind = _find_kind(path)
     if kind == "folder":
-        raise UsageError(f"{path} is a folder", hint=f"use {path}/ to write into it")
+        raise UsageError(f"cannot write the file {path}: it is a folder", hint=f"use {path}/ to write into the folder")
     if kind and not force:
         raise file_exists_error(path)
 
@@ -146,9 +146,9 @@ def _check_folder(folder: Path, *, create: bool) -> None:
     """
     kind = _find_kind(folder)
     if kind == "file":
-        raise UsageError(f"{folder} is a file, not a folder", hint="pass a different name to -o")
+        raise UsageError(f"{folder} is a file, not a folder", hint="pass a different path to -o")
     if kind is None and not create:
-        raise UsageError(f"the folder {folder} does not exist", hint=f"mkdir -p {folder}")
+        raise UsageError(f"the folder {folder} does not exist", hint=f"create it with `mkdir -p {folder}`")
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     try:
         # Permission bits are not reliable (ACLs, read-only mounts, root), so create a file to find out.
@@ -188,7 +188,8 @@ def write_unique(path: Path, content: bytes) -> Path:
                 continue
             return candidate
     raise AnyaccelError(
-        f"{path} and {_MAX_ALTERNATIVES:,} alternative names already exist", hint="choose a different name with -o"
+        f"{path} and all alternative names up to {path.stem}-{_MAX_ALTERNATIVES - 1}{path.suffix} already exist",
+        hint="choose a different name with -o",
     )
 
 
@@ -202,5 +203,5 @@ def _write_error(path: Path, error: OSError) -> AnyaccelError:
     reason = error.strerror or str(error)
     return AnyaccelError(
         f"cannot write {path}: {reason}; no partial file remains",
-        hint="free some space or choose a different location with -o; the same seed generates the same image again",
+        hint="free disk space or choose a different location with -o; rerun with the same seed to get the same image",
     )

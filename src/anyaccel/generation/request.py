@@ -23,8 +23,8 @@ __all__ = ["GenerationRequest", "make_request"]
 _PER_PROMPT = "num_images_per_prompt"
 # Pipeline arguments that `generate` sets itself, each with a hint.
 _UNSUPPORTED = {
-    "generator": "use seed= with an integer, which is stored with the image",
-    "output_type": "the result contains PIL images; call the pipeline directly for other types",
+    "generator": "pass seed= with an integer instead; the seed is stored with the image",
+    "output_type": "omit it: the result contains PIL images; for other types, call the pipeline itself",
     "return_dict": "omit it: the result is always an object",
 }
 # Bits of a random seed. torch accepts 64, but a shorter seed is easier to type.
@@ -66,13 +66,14 @@ def make_request(
     call = {name: _check_value(name, _to_python_scalar(value)) for name, value in call.items()}
     for name, hint in _UNSUPPORTED.items():
         if name in call:
-            raise UsageError(f"{name} is not supported here", hint=hint)
+            raise UsageError(f"anyaccel.generate does not accept the argument {name}", hint=hint)
     prompts = _read_prompts(prompt)
     per_prompt = _read_count(call.pop(_PER_PROMPT, 1))
     negative = call.get("negative_prompt", "")
     if not isinstance(negative, str):
         raise UsageError(
-            f"negative_prompt must be one string for all images, not {negative!r:.60}", hint='for example "blurry"'
+            f"negative_prompt must be one string for all images, not {negative!r:.60}",
+            hint='for example negative_prompt="blurry"',
         )
     _check_text("negative_prompt", negative)
     resolved = resolve_model(model, revision)
@@ -117,7 +118,9 @@ def _check_text(name: str, text: str) -> str:
         # Python decodes invalid bytes on the command line to lone surrogates, which UTF-8 files cannot contain.
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"{name} is not valid Unicode: {text!r:.60}", hint="use UTF-8") from error
+        raise UsageError(
+            f"{name} is not valid Unicode: {text!r:.60}", hint="pass text that is encoded as UTF-8"
+        ) from error
     return text
 
 
@@ -125,7 +128,7 @@ def _read_count(count: Any) -> int:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise UsageError(
             f"the number of images per prompt must be a positive integer, not {count!r}",
-            hint="for example -n 1, or omit it",
+            hint="for example -n 1 on the command line, or num_images_per_prompt=1 in Python",
         )
     return count
 

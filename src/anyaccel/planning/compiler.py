@@ -67,6 +67,7 @@ def choose_mode(sheet: Sheet, options: PlacementOptions, environment: Mapping[st
         return Decision(mode.name, f"{settings} is set in the environment. {cite(mode)}")
     name = options.mode or next(iter(modes))
     if name not in modes:
-        raise UsageError(f"{sheet.title} does not support mode={name!r}", hint=f"use one of {', '.join(modes)}")
+        hint = f"use {' or '.join(f'mode={mode!r}' for mode in modes)}, or omit mode"
+        raise UsageError(f"{sheet.title} does not support mode={name!r}", hint=hint)
     prefix = f"mode={options.mode!r} was requested. " if options.mode else ""
     return Decision(name, f"{prefix}{cite(modes[name])}")

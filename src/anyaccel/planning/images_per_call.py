@@ -16,7 +16,7 @@ def choose_images_per_call(sheet: Sheet, options: PlacementOptions) -> Decision[
     This is the requested number, or 1 if batches are known to be unreliable on the device.
     """
     if options.images_per_call is not None:
-        return Decision(options.images_per_call, "requested")
+        return Decision(options.images_per_call, f"images_per_call={options.images_per_call} was requested")
     # An unknown answer counts as reliable: one image per call would slow down every device without a report.
     if not sheet.reliable_batches and isinstance(sheet.batches, Limit):
         return Decision(1, cite(sheet.batches))

@@ -23,6 +23,7 @@ __all__ = [
     "Residence",
     "choose_memory",
     "choose_residence",
+    "describe_weights_need",
     "find_largest_batch",
     "list_residences",
     "list_rules",
@@ -275,6 +276,13 @@ def _reject_early(
     return Decision(None, reason), {name: peak for name, peak in peaks.items() if name != "decode"}
 
 
+def describe_weights_need(weights_bytes: int, capacity_bytes: int) -> str:
+    """Return a clause that compares the size of the weights with the memory of the device."""
+    if weights_bytes > capacity_bytes:
+        return f"the weights need {readable(weights_bytes)}, but only {readable(capacity_bytes)} is available"
+    return f"the weights need {readable(weights_bytes)} of the {readable(capacity_bytes)} available"
+
+
 def choose_residence(
     weights: Mapping[str, int], capacity_bytes: int, residences: tuple[Residence, ...]
 ) -> Decision[MemoryRule]:
@@ -284,10 +292,8 @@ def choose_residence(
     """
     budget = capacity_bytes * 4 // 5  # the rest is for activations
     need: dict[Residence, int] = {"resident": sum(weights.values()), "component": max(weights.values(), default=0)}
-    reason = (
-        f"the weights need {readable(need['resident'])} of the {readable(capacity_bytes)} available; "
-        "each image size is checked when it first runs"
-    )
+    weights_need = describe_weights_need(need["resident"], capacity_bytes)
+    reason = f"{weights_need}; each image size is checked the first time it is used"
     for residence in residences[:-1]:
         if need.get(residence, 0) <= budget:
             return Decision(MemoryRule(residence), reason)

@@ -93,8 +93,7 @@ def check_residence(memory: str | None, *, unified_memory: bool) -> None:
     """
     if memory == "component" and unified_memory:
         raise UsageError(
-            "memory='component' saves no memory on this device: it shares memory with the CPU, so offloading a model "
-            "frees nothing",
+            "memory='component' saves no memory on this device, because the device shares memory with the CPU",
             hint="use memory='phase', which reads the models of each phase from disk, or omit memory",
         )
 
@@ -118,7 +117,8 @@ def read_parallel(text: str) -> tuple[str, int | None]:
     # One rank is not a split: parallel=None means one device.
     if match is None or (ranks is not None and int(ranks) < 2):
         raise UsageError(
-            f"parallel must be auto, cfg, tensor:N or context:N (N >= 2), not {text!r}", hint="for example context:2"
+            f"parallel must be 'auto', 'cfg', 'tensor', 'context', 'tensor:N' or 'context:N' (N >= 2), not {text!r}",
+            hint="for example parallel='context:2'",
         )
     return match["fixed"] or match["strategy"], int(ranks) if ranks else None
 
@@ -128,8 +128,8 @@ def _check(options: PlacementOptions) -> None:
     # "auto" and "max" are the values of diffusers' enable_attention_slicing.
     if isinstance(slicing, str) and slicing not in ("auto", "max"):
         raise UsageError(
-            f"attention_slicing must be a number of heads, 'auto' or 'max', not {slicing!r}",
-            hint="omit attention_slicing",
+            f"attention_slicing must be a number of attention heads, 'auto' or 'max', not {slicing!r}",
+            hint="for example attention_slicing=1, or omit it",
         )
     for name in ("attention_slicing", "images_per_call", "expected_images"):
         value = getattr(options, name)
@@ -141,14 +141,17 @@ def _check(options: PlacementOptions) -> None:
     _check_booleans(options)
     _check_dtypes(options)
     if options.memory not in (None, *RESIDENCES):
-        raise UsageError(f"memory must be one of {', '.join(RESIDENCES)}, not {options.memory!r}", hint="omit memory")
+        hint = "for example memory='phase', or omit it to let anyaccel choose"
+        raise UsageError(f"memory must be one of {', '.join(RESIDENCES)}, not {options.memory!r}", hint=hint)
     if not isinstance(options.compile, bool) and options.compile != "auto":
-        raise UsageError(f"compile must be 'auto', True or False, not {options.compile!r}", hint="omit compile")
+        hint = "for example compile=True, or omit it"
+        raise UsageError(f"compile must be 'auto', True or False, not {options.compile!r}", hint=hint)
     check_speed(options.speed)
     if options.parallel is not None:
         read_parallel(options.parallel)
     if options.scheduler not in (None, "cpu", "device"):
-        raise UsageError(f"scheduler must be 'cpu' or 'device', not {options.scheduler!r}", hint="omit scheduler")
+        hint = "for example scheduler='cpu', or omit it"
+        raise UsageError(f"scheduler must be 'cpu' or 'device', not {options.scheduler!r}", hint=hint)
 
 
 def _check_booleans(options: PlacementOptions) -> None:
@@ -157,7 +160,9 @@ def _check_booleans(options: PlacementOptions) -> None:
         # Annotations are strings here, because of `from __future__ import annotations`.
         is_default = field.type == "bool | None" and value is None
         if field.type in ("bool", "bool | None") and not isinstance(value, bool) and not is_default:
-            raise UsageError(f"{field.name} must be True or False, not {value!r}", hint=f"omit {field.name}")
+            raise UsageError(
+                f"{field.name} must be True or False, not {value!r}", hint=f"for example {field.name}=True, or omit it"
+            )
 
 
 def _check_dtypes(options: PlacementOptions) -> None:
@@ -165,4 +170,5 @@ def _check_dtypes(options: PlacementOptions) -> None:
         value = getattr(options, name)
         if value not in (None, *FLOATING_BYTES):
             dtypes = ", ".join(FLOATING_BYTES)
-            raise UsageError(f"{name} must be one of {dtypes}, not {value!r}", hint=f"omit {name}")
+            hint = f"for example {name}='bfloat16', or omit it"
+            raise UsageError(f"{name} must be one of {dtypes}, not {value!r}", hint=hint)

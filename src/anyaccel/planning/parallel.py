@@ -27,7 +27,7 @@ SplitStrategy: TypeAlias = Literal["context", "tensor", "cfg"]
 
 _CFG_RANKS = 2
 _PLAN_NAMES: dict[SplitStrategy, str] = {"context": "context-parallel", "tensor": "tensor-parallel", "cfg": "guidance"}
-_HEAD_MASKS = "its attention masks have one row per head, which diffusers 0.42 does not split"
+_HEAD_MASKS = "diffusers 0.42 cannot split its attention masks, which have one row per head"
 # Splits that fail for a model or pipeline class, with the reason. tests/runtime checks that they still fail.
 _KNOWN_FAILURES: dict[tuple[SplitStrategy, str], str] = {
     ("context", "LTXVideoTransformer3DModel"): _HEAD_MASKS,
@@ -36,11 +36,12 @@ _KNOWN_FAILURES: dict[tuple[SplitStrategy, str], str] = {
     (
         "context",
         "Flux2KleinKVPipeline",
-    ): "its model appends reference tokens internally, which diffusers 0.42 does not split",
+    ): "diffusers 0.42 cannot split the reference tokens that its model appends",
 }
 # Reason shown for decisions that are disabled with several ranks.
 RANKS_MUST_AGREE = (
-    "not available with parallel=: all ranks must run the same operations, but timing and capture may differ"
+    "not available with parallel=: all ranks must run the same operations, but each rank would compile or capture "
+    "graphs at a different time"
 )
 
 
@@ -68,7 +69,7 @@ class Ranks:
 
 
 SINGLE_DEVICE: Decision[Split | None] = Decision(
-    None, "only one device is used; use parallel= to split the model across several"
+    None, "only one device is used; use parallel= to split the model across several devices"
 )
 
 
@@ -99,7 +100,7 @@ def choose_parallel(
     split = Split(_as_strategy(strategy), count)
     problem = _find_problem(split, sheet, facts, ranks)
     if problem is not None:
-        raise UsageError(f"parallel={options.parallel!r}: {problem[0]}", hint=problem[1])
+        raise UsageError(f"parallel={options.parallel!r} is not available: {problem[0]}", hint=problem[1])
     _reject_offloading(split, options)
     return Decision(split, f"parallel={options.parallel!r} was requested; {_format_gain(split, facts)}")
 
@@ -139,7 +140,7 @@ def _choose_split(sheet: Sheet, facts: PipelineFacts, ranks: Ranks) -> Decision[
         if problem is None:
             reason = "; ".join([_format_gain(split, facts), *rejected])
             return Decision(split, reason)
-        rejected.append(f"{strategy} is not available: {problem[0]}")
+        rejected.append(f"parallel={strategy!r} is not available: {problem[0]}")
     return Decision(None, "; ".join(["every rank runs the complete model", *rejected]))
 
 
@@ -147,7 +148,7 @@ def _find_problem(split: Split, sheet: Sheet, facts: PipelineFacts, ranks: Ranks
     """Return why a split is not possible and a hint for the user, or None if the split is possible."""
     models = [component for component in facts.components if component.denoises]
     if not models:
-        return f"{facts.pipeline} has no model that runs at every step", "omit parallel"
+        return f"{facts.pipeline} has no denoising model to split", "omit parallel"
     if not isinstance(sheet.distributed, Distributed):
         return f"no torch.distributed backend is known for {sheet.title}", "omit parallel"
     # Failures are listed by pipeline class or by model class.
@@ -155,16 +156,19 @@ def _find_problem(split: Split, sheet: Sheet, facts: PipelineFacts, ranks: Ranks
         if (split.strategy, name) in _KNOWN_FAILURES:
             reason = _KNOWN_FAILURES[split.strategy, name]
             return (
-                f"{name} does not support {split.strategy}, because {reason}",
+                f"{name} does not support {split.strategy} parallelism, because {reason}",
                 "omit parallel, or use parallel='auto'",
             )
     if split.strategy == "cfg":
-        reason = f"guidance has two branches, but {split.ranks} processes are running"
+        reason = f"guidance has two branches, one per process, but {split.ranks} processes are running"
         return None if split.ranks == _CFG_RANKS else (reason, f"start the program with {torchrun_command(_CFG_RANKS)}")
     if split.strategy == "tensor" and sheet.torch_name not in ranks.tensor_types:
-        supported = ", ".join(ranks.tensor_types) or "no device"
-        reason = f"diffusers supports tensor parallelism on {supported}, not on {sheet.torch_name}"
-        return reason, "try parallel='context', which splits the sequence if the model has a plan for it"
+        reason = (
+            f"diffusers supports tensor parallelism only on {', '.join(ranks.tensor_types)}, not on {sheet.torch_name}"
+        )
+        if not ranks.tensor_types:
+            reason = "the installed diffusers does not support tensor parallelism"
+        return reason, "try parallel='context', which splits the sequence instead of the weights"
     for model in models:
         problem = _find_model_problem(model, split)
         if problem is not None:
@@ -175,14 +179,20 @@ def _find_problem(split: Split, sheet: Sheet, facts: PipelineFacts, ranks: Ranks
 def _find_model_problem(model: ComponentFacts, split: Split) -> tuple[str, str] | None:
     if split.strategy not in model.splits:
         other = next((strategy for strategy in model.splits if strategy != split.strategy), "cfg")
-        return f"diffusers has no {_PLAN_NAMES[split.strategy]} plan for {model.kind}", f"try parallel={other!r}"
+        return (
+            f"diffusers has no {_PLAN_NAMES[split.strategy]} plan for {model.kind}",
+            f"try parallel={other!r} instead",
+        )
     if model.quantized and split.strategy == "tensor":
         return f"the weights of {model.name} are quantized and cannot be split", "load the model without quantization"
     # diffusers' Ulysses attention and its tensor plans both split the heads evenly over the ranks.
     if model.heads and model.heads % split.ranks:
         fewer = max(count for count in range(1, split.ranks) if model.heads % count == 0)
-        hint = f"parallel='{split.strategy}:{fewer}'" if fewer > 1 else "use a different number of processes"
-        return f"the {model.heads} attention heads of {model.kind} are not divisible by {split.ranks}", hint
+        hint = f"use parallel='{split.strategy}:{fewer}' with {fewer} processes" if fewer > 1 else "omit parallel"
+        return (
+            f"{model.kind} has {model.heads} attention heads, and {model.heads} is not divisible by {split.ranks}",
+            hint,
+        )
     return None
 
 
@@ -190,10 +200,12 @@ def _reject_rank_local_options(options: PlacementOptions) -> None:
     """Raise UsageError for options that could make ranks run different operations and deadlock."""
     for name in ("compile", "capture"):
         if getattr(options, name) is True:
-            raise UsageError(f"{name}=True is not supported with several devices", hint=f"omit {name} or parallel")
+            raise UsageError(
+                f"{name}=True is not supported with parallel={options.parallel!r}", hint=f"omit {name} or parallel"
+            )
     if options.speed != "exact":
         raise UsageError(
-            f"speed={options.speed!r} is not supported with several devices",
+            f"speed={options.speed!r} is not supported with parallel={options.parallel!r}",
             hint="omit parallel, or use speed='exact'",
         )
 
@@ -202,16 +214,17 @@ def _reject_offloading(split: Split, options: PlacementOptions) -> None:
     # Sharded weights must stay on the device of their rank.
     if split.strategy == "tensor" and options.memory not in (None, "resident"):
         raise UsageError(
-            f"memory={options.memory!r} cannot offload the weights, which parallel={options.parallel!r} splits",
-            hint="omit memory: each rank holds only its share of the weights",
+            f"memory={options.memory!r} is not supported with parallel={options.parallel!r}: split weights cannot be "
+            "offloaded",
+            hint="omit memory; each rank holds only its share of the weights",
         )
 
 
 def _format_gain(split: Split, facts: PipelineFacts) -> str:
     if split.strategy == "cfg":
-        return "each rank runs one branch of guidance, if the pipeline batches them; every rank holds all weights"
+        return "each rank runs one guidance branch if the pipeline batches the branches; every rank holds all weights"
     if split.strategy == "context":
-        return f"each rank runs 1/{split.ranks} of the sequence; every rank holds all weights"
+        return f"each rank processes 1/{split.ranks} of the sequence; every rank holds all weights"
     models = [component for component in facts.components if component.denoises]
     shares = [
         f"each rank holds {_format_count(count_rank_parameters(model, split))} of {_format_count(model.parameters)} "

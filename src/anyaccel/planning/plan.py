@@ -185,7 +185,7 @@ def _choose_bf16_attention(sheet: Sheet, options: PlacementOptions, dtype: str) 
     if not options.sdp_on_bf16:
         return Decision(False, "sdp_on_bf16=False was requested")
     if dtype != "bfloat16":
-        return Decision(False, f"the pipeline runs in {dtype}")
+        return Decision(False, f"applies only to bfloat16, but the pipeline runs in {dtype}")
     return Decision(True, quirk.says)
 
 

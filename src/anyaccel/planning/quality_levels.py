@@ -52,10 +52,17 @@ class StepSkipping:
 
 _LEVELS = {
     "fast": StepSkipping(
-        2, 0.25, 4, "PSNR vs. speed='exact' 40 dB at 8 steps and 32 dB at 4; an automatic check recognizes every prompt"
+        2,
+        0.25,
+        4,
+        "40 dB PSNR relative to speed='exact' at 8 steps and 32 dB at 4; an automatic check recognizes the object in "
+        "every image",
     ),
     "draft": StepSkipping(
-        3, 0.0, 4, "PSNR vs. speed='exact' 32 dB at 8 steps; an automatic check recognizes every prompt"
+        3,
+        0.0,
+        4,
+        "32 dB PSNR relative to speed='exact' at 8 steps; an automatic check recognizes the object in every image",
     ),
 }
 
@@ -64,10 +71,8 @@ def choose_step_skipping(options: PlacementOptions) -> Decision[StepSkipping | N
     """Return the rule for reusing denoiser outputs, or None if every step runs the denoiser."""
     skipping = _LEVELS.get(options.speed)
     if skipping is None:
-        return Decision(None, "speed='exact': every step runs")
-    return Decision(
-        skipping, f"speed={options.speed!r}: measured on the model bundled with anyaccel: {skipping.cost} ({QUALITY})"
-    )
+        return Decision(None, "speed='exact': every step runs the denoiser")
+    return Decision(skipping, f"speed={options.speed!r}: on the embedded model, {skipping.cost} ({QUALITY})")
 
 
 def choose_quantization(sheet: Sheet, options: PlacementOptions, dtype: str) -> Decision[str]:
@@ -77,7 +82,7 @@ def choose_quantization(sheet: Sheet, options: PlacementOptions, dtype: str) -> 
     where it is known to be faster.
     """
     if options.speed == "exact":
-        return Decision("", "speed='exact': matrix products stay in the dtype of the model")
+        return Decision("", "speed='exact': matrix products use the dtype of the model")
     # Only if the sheet has a measurement: on other devices casting to float8 may cost more than it saves.
     speedup = sheet.speedup("float8")
     if speedup is None:

@@ -17,7 +17,7 @@ def choose_scheduler_location(sheet: Sheet, options: PlacementOptions) -> Decisi
     requires a round trip to the host at every step.
     """
     if options.scheduler is not None:
-        return Decision(options.scheduler, "requested")
+        return Decision(options.scheduler, f"scheduler={options.scheduler!r} was requested")
     # diffusers' index_for_timestep calls nonzero() and item(): https://github.com/huggingface/diffusers/pull/11696
     if sheet.static_shapes and isinstance(sheet.data_dependent_shapes, Limit):
         return Decision("cpu", sheet.data_dependent_shapes.says)

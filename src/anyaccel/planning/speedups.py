@@ -68,7 +68,8 @@ def choose_compile_policy(
         return Decision(CompilePolicy("never"), sheet.compiler.says)
     # Compiling takes minutes on some devices, so "auto" needs a documented gain.
     if options.compile == "auto" and speedup is None:
-        return Decision(CompilePolicy("never"), "not known to be faster on this device; use compile=True to try")
+        reason = "not known to be faster on this device; use compile=True to try it anyway"
+        return Decision(CompilePolicy("never"), reason)
     many = options.expected_images is not None and options.expected_images >= _MANY_IMAGES
     blocks = [component.blocks for component in facts.components if component.denoises]
     only_blocks = bool(blocks) and all(_is_mostly_blocks(model) for model in facts.components if model.denoises)
@@ -76,7 +77,8 @@ def choose_compile_policy(
     count = sum(blocks) or _PLAIN_BLOCKS
     takes = _START_S + (_BLOCK_S * count if region == "whole" else 0.0)
     gain = speedup.gain if speedup else 1.0
-    estimate = f"compiling takes about {takes:.0f} s; the models then run {gain:.2g} times as fast"
+    effect = f"the models then run {gain:.2g} times as fast" if speedup else "the speedup on this device is not known"
+    estimate = f"compiling takes about {takes:.0f} s; {effect}"
     source = f" ({speedup.source})" if speedup else ""
     if options.compile is True:
         return Decision(CompilePolicy("now", region, takes, gain), f"compile=True was requested; {estimate}{source}")

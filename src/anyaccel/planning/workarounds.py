@@ -43,4 +43,5 @@ def choose_workarounds(
     chosen = tuple(name for name, needed in needs.items() if needed)
     if not chosen:
         return Decision((), "no device limit requires a workaround inside the models")
-    return Decision(chosen, "workarounds inside the models for device limits; see the other decisions for details")
+    reason = "changes inside the models that work around device limits; see the other decisions for details"
+    return Decision(chosen, reason)

@@ -92,7 +92,8 @@ def call_in_fork(function: Callable[[], T], *, name: str = "the function", timeo
         raise CancelledError
     if message is None:
         raise ProcessDiedError(
-            f"the process of {name} died with status {child.exitcode}", hint="see its output on stderr"
+            f"the process running {name} exited with status {child.exitcode}",
+            hint="see the output of the process on stderr",
         )
     succeeded, value = pickle.loads(message)
     if succeeded:

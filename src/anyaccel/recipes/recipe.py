@@ -91,7 +91,7 @@ def run(recipe: Recipe, pipe: DiffusionPipeline) -> npt.NDArray[Any]:
         raise AnyaccelError(
             f"the recipe {recipe.name} produced NaN or Inf in {int((~numpy.isfinite(array)).sum())} of {array.size} "
             "elements",
-            hint="run it on the CPU to compare; all recipes produce finite values there",
+            hint="compare with a run on the CPU, where all recipes produce only finite values",
         )
     return array
 

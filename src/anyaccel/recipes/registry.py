@@ -19,7 +19,7 @@ def recipes() -> dict[str, Recipe]:
         for recipe in importlib.import_module(f"{package.__name__}.{module_name}").RECIPES:
             if recipe.name in by_name:
                 raise AnyaccelError(
-                    f"duplicate recipe name: {recipe.name!r}", hint=f"rename the one in {module_name}.py"
+                    f"duplicate recipe name: {recipe.name!r}", hint=f"rename the recipe in {module_name}.py"
                 )
             by_name[recipe.name] = recipe
     return by_name

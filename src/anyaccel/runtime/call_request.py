@@ -82,7 +82,7 @@ def read_call_request(
     if seed is None:
         return request
     if arguments.get("generator") is not None:
-        raise UsageError("seed and generator cannot be used together", hint="pass only one of them")
+        raise UsageError("seed and generator cannot be used together", hint="pass either seed or generator")
     return replace(request, seeds=read_seeds(seed, request.images))
 
 

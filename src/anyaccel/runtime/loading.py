@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import diffusers
 import torch
 
 from anyaccel.backends.device_functions import dtype_name, dtype_of
+from anyaccel.embedded.model import NAME
 from anyaccel.errors import AnyaccelError, ModelError, UsageError, first_line
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.runtime.model_file_checks import check_model_folder, is_single_file
@@ -27,7 +29,8 @@ def load_pipeline(kind: Any, model: Any, options: dict[str, Any]) -> tuple[Any, 
     """
     options, placement_options = _read_options(options)
     if not isinstance(model, str | Path):
-        raise UsageError(f"not a valid model: {model!r}", hint="pass a hub id, a folder or a weights file")
+        hint = "pass a Hub ID, a folder or a single-file checkpoint"
+        raise UsageError(f"the model must be a string or a Path, not {model!r:.60}", hint=hint)
     if not options.get("trust_remote_code") and options.get("custom_pipeline") is not None:
         raise ModelError(
             f"custom_pipeline={options['custom_pipeline']!r} would run code from the model repository",
@@ -71,15 +74,17 @@ def _find_single_file_loader(kind: Any, options: dict[str, Any]) -> Callable[...
     source = options.get("config")
     if source is None:
         raise ModelError(
-            "a single file contains only weights, not the pipeline class",
-            hint="pass config= with a folder or hub id of the same architecture, such as stable-diffusion-v1-5/"
-            "stable-diffusion-v1-5, or load it with the diffusers pipeline class and use anyaccel.place",
+            "cannot determine the pipeline class: a single-file checkpoint contains only weights",
+            hint="pass config= with the folder or Hub ID of a pipeline with the same architecture, such as "
+            "config='stable-diffusion-v1-5/stable-diffusion-v1-5', or load the file with the diffusers pipeline class "
+            "and call anyaccel.place(pipe)",
         )
     config = _call_diffusers(diffusers.DiffusionPipeline.load_config, str(source), {})
     pipeline_class = getattr(diffusers, str(config.get("_class_name")), None)
     if pipeline_class is None or not hasattr(pipeline_class, "from_single_file"):
         raise ModelError(
-            f"{config.get('_class_name')} cannot be loaded from a single file", hint="load it from a folder"
+            f"{config.get('_class_name')} cannot be loaded from a single-file checkpoint",
+            hint="pass the folder or Hub ID of the pipeline instead of a file",
         )
     return pipeline_class.from_single_file  # type: ignore[no-any-return]
 
@@ -92,8 +97,14 @@ def _call_diffusers(function: Callable[..., Any], model: str, options: dict[str,
         raise
     except (OSError, ValueError, KeyError, AttributeError) as error:
         message = first_line(error)
-        offline = "check the spelling, and that the network or the local cache is available"
-        hint = f"check the files in {model}" if Path(model).exists() else f"{model}: {offline}"
+        hint = f"check that the files in {model} are complete"
+        if not Path(model).exists():
+            hint = (
+                "check the model name and the network connection; without a network, the model must be cached locally"
+            )
+            # A Hub ID has the form owner/name, so a single word may be a misspelled `embedded`.
+            if difflib.get_close_matches(model, [NAME]):
+                hint = f"did you mean {NAME}? Otherwise, {hint}"
         raise ModelError(f"cannot load {model}: {message}", hint=hint) from error
 
 

@@ -33,7 +33,10 @@ def check_model_folder(model: Any, *, pickles: bool, trusted: bool) -> None:
     path = Path(str(model)).expanduser()
     if path.is_file():
         if path.suffix not in _WEIGHTS:
-            raise ModelError(f"{model} is not a weights file", hint="pass the folder of the pipeline")
+            raise ModelError(
+                f"{model} is not a single-file checkpoint: its suffix is not one of {', '.join(_WEIGHTS)}",
+                hint="pass the folder of the pipeline, which contains model_index.json",
+            )
         if path.suffix in _PICKLES and not pickles:
             raise _make_pickle_error(path)
         if path.suffix == ".safetensors":
@@ -61,9 +64,9 @@ def check_model_folder(model: Any, *, pickles: bool, trusted: bool) -> None:
 def _suggest_folder(path: Path) -> str:
     """Return a hint that names the folder to pass instead of a folder without `model_index.json`."""
     if (path / "config.json").is_file():
-        return "this is the folder of a single model; pass its parent, which has a model_index.json"
+        return "this folder contains a single model; pass the pipeline folder above it, which contains model_index.json"
     below = next((entry.name for entry in sorted(path.iterdir()) if (entry / "model_index.json").is_file()), None)
-    return f"use {path / below}" if below else "pass a folder that was written by save_pretrained of a pipeline"
+    return f"use {path / below}" if below else "pass a folder that was written by pipe.save_pretrained"
 
 
 def _check_index(index: Path, trusted: bool) -> None:
@@ -72,7 +75,7 @@ def _check_index(index: Path, trusted: bool) -> None:
         content = json.loads(index.read_text())
         components = dict(content)
     except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"cannot read {index}: {error}", hint="download it again") from error
+        raise ModelError(f"cannot read {index}: {error}", hint="copy or download the file again") from error
     name = components.get("_class_name")
     # Optimum for Intel Gaudi saves its own subclasses, such as GaudiStableDiffusionPipeline.
     if isinstance(name, str) and name.startswith("Gaudi"):
@@ -116,7 +119,7 @@ def _reject_pickles(path: Path) -> None:
 
 def _make_pickle_error(path: Path) -> ModelError:
     return ModelError(
-        f"the weights in {path} are pickled, and a pickle can run arbitrary code",
+        f"the weights in {path} are pickled, and loading a pickle can run arbitrary code",
         hint="convert them to safetensors, or pass use_safetensors=False if you trust the source",
     )
 
@@ -131,14 +134,15 @@ def check_safetensors(path: Path) -> None:
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
             if not 0 <= length <= min(size, _MAX_HEADER_BYTES):
-                raise ValueError("unreadable header")
+                raise ValueError("the header cannot be read")
             header = json.loads(file.read(length))
     except ValueError as error:
-        raise ModelError(f"{path} is not a complete safetensors file: {error}", hint="download it again") from error
+        hint = "copy or download the file again"
+        raise ModelError(f"{path} is not a valid safetensors file: {error}", hint=hint) from error
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     needed = 8 + length + max(ends, default=0)
     if size < needed:
         raise ModelError(
             f"{path} is truncated: it has {size:,} bytes, but its header requires {needed:,}",
-            hint="download it again",
+            hint="copy or download the file again",
         )

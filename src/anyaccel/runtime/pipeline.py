@@ -311,7 +311,8 @@ class _AutoPipeline:
 
     def __init__(self) -> None:
         raise UsageError(
-            f"{type(self).__name__} cannot be instantiated", hint=f"use {type(self).__name__}.from_pretrained(model)"
+            f"{type(self).__name__} cannot be instantiated directly",
+            hint=f"use {type(self).__name__}.from_pretrained(model)",
         )
 
     @classmethod
@@ -352,4 +353,9 @@ def _derive_portable(kind: Any, pipeline: Any, options: dict[str, Any]) -> Any:
 
 def place(pipe: Any, device: str | int | torch.device = "auto", **placement_options: Any) -> Any:
     """Place a diffusers pipeline on a device and return it: `place(pipe, "hpu", dtype="bf16")`."""
+    if isinstance(pipe, type) or not hasattr(pipe, "components"):
+        raise UsageError(
+            f"cannot place {pipe!r:.60}: it is not a diffusers pipeline",
+            hint="load a pipeline first, for example with anyaccel.DiffusionPipeline.from_pretrained(…)",
+        )
     return make_portable(pipe).to(device, **placement_options)

@@ -37,8 +37,8 @@ def check_address(host: str, keys: tuple[str, ...], *, without_key: bool) -> Non
     """
     if not keys and not without_key and not is_loopback(host):
         raise UsageError(
-            f"{host} is reachable from other machines and no API key is set",
-            hint="set --api-key or ANYACCEL_API_KEYS, or pass --no-key to allow access without a key",
+            f"{host} is reachable from other machines, but no API key is set",
+            hint="pass --api-key KEY or set ANYACCEL_API_KEYS, or pass --no-key to allow access without a key",
         )
 
 
@@ -87,7 +87,7 @@ def _bind(settings: ServerSettings) -> socket.socket:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(
             f"cannot listen on {settings.host}:{settings.port}: {reason}",
-            hint="pass a different --port, or 0 for a free port",
+            hint="pass a different port with --port, or --port 0 for any free port",
         ) from error
     return bound
 
@@ -145,7 +145,7 @@ class _Server(uvicorn.Server):
         busy = self.service.jobs.count("queued") + self.service.jobs.count("running")
         # Without a ready worker, jobs make no progress and there is nothing to wait for.
         if busy and self.service.dispatcher.start_state.state == "ready":
-            print(f"shutting down: waiting for {busy} jobs", file=sys.stderr)
+            print(f"shutting down: waiting for {busy} job{'s' * (busy != 1)}", file=sys.stderr)
             if not self.service.dispatcher.wait_idle(self.service.settings.limits.drain_s):
                 print("shutting down: unfinished jobs will continue after a restart", file=sys.stderr)
         self.service.ended = True

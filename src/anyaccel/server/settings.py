@@ -31,7 +31,7 @@ class ServedName:
 
     name: str
     model: str
-    """`embedded`, a folder or a Hugging Face Hub id."""
+    """`embedded`, a folder or a Hugging Face Hub ID."""
 
 
 # The field names are the names that `--limit NAME=NUMBER` accepts.
@@ -128,7 +128,7 @@ def read_lora(text: str) -> ServedName:
     name, separator, path = text.partition("=")
     if not separator or not name or not path:
         raise UsageError(
-            f"invalid LoRA {text!r:.60}", hint="use --lora NAME=PATH, such as --lora ink=./ink.safetensors"
+            f"the LoRA {text!r:.60} is not of the form NAME=PATH", hint="for example --lora ink=./ink.safetensors"
         )
     return ServedName(name, path)
 
@@ -151,7 +151,9 @@ def read_limits(texts: Iterable[str], max_queue: int) -> ServerLimits:
             value = -1  # rejected below, with the same message
         # NaN and infinity are valid floats but not valid limits; NaN fails every comparison.
         if not 0 <= value < math.inf:
-            raise UsageError(f"{name} must be a number >= 0, not {number!r:.40}", hint=f"for example --limit {name}=10")
+            kind = "an integer" if types[name] == "int" else "a number"
+            hint = f"for example --limit {name}=10"
+            raise UsageError(f"the limit {name} must be {kind} >= 0, not {number!r:.40}", hint=hint)
         values[name] = value  # overrides `--max-queue` if the name is max_queue
     return ServerLimits(**values)
 

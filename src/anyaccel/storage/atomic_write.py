@@ -19,12 +19,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-__all__ = ["atomic_write", "atomic_writer", "is_temporary_file", "remove_temporary_files"]
+from anyaccel.errors import UsageError
+
+__all__ = ["atomic_write", "atomic_writer", "check_output_folder", "is_temporary_file", "remove_temporary_files"]
 
 _TEMPORARY_NAME = re.compile(r"\.anyaccel-[0-9a-f]{16}\.tmp")
 _DAY_S = 86400
 # Errors of `os.link` on file systems without hard links.
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+def check_output_folder(path: Path) -> None:
+    """Raise `UsageError` if the folder of an output file does not exist or is not writable."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"the folder {folder} does not exist", hint=f"create it with `mkdir -p {folder}`")
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"cannot write {path}: the folder is not writable", hint="choose another path")
 
 
 def atomic_write(path: Path, content: bytes | str, *, overwrite: bool = True, mode: int = 0o666) -> None:

@@ -53,7 +53,7 @@ def find_write_error(folder: Path) -> str:
         existing = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
         if not os.path.isdir(existing):
             return f"{existing} is not a folder"
-        return f"{folder} cannot be written: {error.strerror or error}"
+        return f"cannot write to {folder}: {error.strerror or error}"
 
 
 def warn_not_cached(fault: str) -> None:

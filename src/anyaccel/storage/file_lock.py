@@ -44,7 +44,7 @@ def lock_file(path: Path, message: str, hint: str) -> IO[bytes]:
         file = try_lock_file(path)
     except OSError as error:
         raise UsageError(
-            f"{path} cannot be locked: {error.strerror or error}", hint="use a folder on a local disk"
+            f"cannot lock {path}: {error.strerror or error}", hint="use a folder on a local disk"
         ) from error
     if file is None:
         raise UsageError(message, hint=hint)

@@ -54,7 +54,7 @@ def build_pipeline(
                 path = folder.path / component.name
                 raise ModelError(
                     f"{folder.pipeline} requires {component.name}, but {path} has no config.json",
-                    hint="download all config files of the model",
+                    hint="download all config files of the model again",
                 )
         elif _is_model(tiny_component, component):
             with _name_config_file(component):
@@ -79,8 +79,8 @@ def _name_config_file(component: Component) -> Iterator[None]:
         raise
     except Exception as error:
         raise ModelError(
-            f"{component.name} cannot be built from {component.file}: {type(error).__name__}: {error}",
-            hint="compare the file with the published one; ANYACCEL_TRACEBACK=1 shows the traceback",
+            f"cannot build {component.name} from {component.file}: {type(error).__name__}: {error}",
+            hint="compare the file with the published one, or set ANYACCEL_TRACEBACK=1 to print the traceback",
         ) from error
 
 
@@ -147,8 +147,9 @@ def _find_class(component: Component) -> Any:
         if component_class is not None:
             return component_class
     raise ModelError(
-        f"cannot import {component.kind} from {component.library} for {component.name}",
-        hint="upgrade diffusers or transformers; custom code from the model repository is not run",
+        f"cannot import {component.kind} from {component.library}, which the component {component.name} requires",
+        hint="upgrade with `pip install -U diffusers transformers`; custom code in the model repository is not "
+        "supported",
     )
 
 

@@ -72,7 +72,7 @@ def read_model_folder(path: Path) -> ModelFolder:
     if not isinstance(index.get("_class_name"), str):
         raise ModelError(
             f"{path / _INDEX} has no _class_name",
-            hint="use the folder of a diffusers pipeline",
+            hint="pass the folder of a diffusers pipeline",
         )
     # A component is a pair [library, class]; [null, null] is an optional component that the model does not have.
     entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
@@ -114,8 +114,9 @@ def require_recipe(pipeline: str) -> Recipe:
     if recipe is None:
         names = sorted({recipe.pipeline for recipe in recipes().values()})
         raise ModelError(
-            f"no recipe for the pipeline class {pipeline}",
-            hint=f"pass a function that creates it: anyaccel check package.module:make; {nearest(pipeline, names)}",
+            f"no recipe is available for the pipeline class {pipeline}",
+            hint="pass a function that creates the pipeline: anyaccel check package.module:make; "
+            f"{nearest(pipeline, names)}",
         )
     return recipe
 
@@ -124,7 +125,7 @@ def _read_component(path: Path, name: str, library: Any, kind: Any) -> Component
     if not isinstance(library, str) or not isinstance(kind, str):
         raise ModelError(
             f"{path / _INDEX} has an invalid entry for {name}: {[library, kind]}",
-            hint="the entry must be [library, class]",
+            hint='the entry must be a pair of strings, such as ["diffusers", "UNet2DConditionModel"]',
         )
     file = next((path / name / config for config in _CONFIGS if (path / name / config).is_file()), None)
     config = None if file is None else read_json(file)
@@ -158,7 +159,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {path}: {error}", hint="use the folder of a diffusers pipeline") from error
+        raise ModelError(f"cannot read {path}: {error}", hint="copy or download the file again") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{path} is not a JSON object", hint="use the folder of a diffusers pipeline")
+        raise ModelError(f"{path} does not contain a JSON object", hint="copy or download the file again")
     return content

@@ -312,8 +312,9 @@ def find_guard_table(length: int) -> Any:
         return (ctypes.c_void_p * length).in_dll(ctypes.CDLL(str(library)), _GUARD_TABLE)
     except (OSError, ValueError) as error:
         raise VirtualDeviceError(
-            f"torch {torch.__version__} does not export its table of device guards: {error}",
-            hint="virtual mps, hpu and xpu require torch for Linux; neuron, npu and mlu work on every system",
+            f"torch {torch.__version__} does not export its device guard registry: {error}",
+            hint="virtual mps, hpu and xpu devices require torch for Linux; virtual neuron, npu and mlu devices work "
+            "everywhere",
         ) from error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from anyaccel.backends.evidence import PipelineFinding
+from anyaccel.backends.evidence_files import PipelineFinding
 from anyaccel.library_logging import silence_process
 from anyaccel.recipes import recipes, run
 from anyaccel.recipes.recipe import Recipe

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.backends.device import open_device, sheet, this_machine
-from anyaccel.backends.evidence import Finding, PipelineFinding
+from anyaccel.backends.evidence_files import Finding, PipelineFinding
 from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import AnyaccelError
 from anyaccel.processes.json_line_worker import JsonLineWorker, connecting_to_parent
@@ -90,10 +90,11 @@ class ProbeWorker:
             # SIGKILL comes from the kernel (out of memory) or from the timeout in `request`.
             if status == -signal.SIGKILL:
                 raise ProbeWorkerKilledError(
-                    f"killed: out of host memory, or no response within {_TIMEOUT_S:.0f} s", hint=hint
+                    f"the probe process was killed: out of host memory, or no response within {_TIMEOUT_S:.0f} s",
+                    hint=hint,
                 ) from None
             output = describe_error(RuntimeError(lines[-1])) if lines else "no output"
-            raise ProbeWorkerDiedError(f"the process died with status {status}: {output}", hint=hint) from None
+            raise ProbeWorkerDiedError(f"the probe process exited with status {status}: {output}", hint=hint) from None
         if answer.pop("broken"):
             self._stop()
         return answer

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.backends.claim import Claim, Limit, Unknown
-from anyaccel.backends.evidence import Finding, Verdict
+from anyaccel.backends.evidence_files import Finding, Verdict
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.backends.sheet import Compiler, Product, Sheet
 from anyaccel.verification.context import Observation, ProbeContext, describe_error, seeded_randn

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from anyaccel.backends.device import open_device, read_device, sheet, this_machine
 from anyaccel.backends.driver import Driver
-from anyaccel.backends.evidence import Finding, PipelineFinding, Verification
+from anyaccel.backends.evidence_files import Finding, PipelineFinding, Verification
 from anyaccel.checking.fresh_process import can_fork
 from anyaccel.errors import UsageError, VirtualDeviceError, nearest
 from anyaccel.recipes import recipes
@@ -168,8 +168,9 @@ def _verify_virtual(
     device_sheet = sheet(name)
     if not can_fork():
         raise UsageError(
-            "a virtual device requires a forked process, but torch already uses several threads in this one",
-            hint=f"set OMP_NUM_THREADS=1 before torch is imported, or run: anyaccel devices virtual:{name} --verify",
+            f"virtual:{name} must be verified in a forked process, but torch has already started several threads in "
+            "the current process",
+            hint=f"set OMP_NUM_THREADS=1 before importing torch, or run `anyaccel devices virtual:{name} --verify`",
         )
 
     if names:

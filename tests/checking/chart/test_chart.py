@@ -1,7 +1,7 @@
 """Chart: tiny pipelines on virtual devices, in plain diffusers and placed, compared with the CPU's image.
 
-Here an eighth of the recipes run placed and an eighth plain, each on one device. `make chart` runs all of them on all
-devices.
+These tests run one eighth of the recipes placed and another eighth in plain diffusers, each on one device. `make chart`
+runs all recipes on all devices.
 """
 
 import json
@@ -33,7 +33,7 @@ from anyaccel.cli.chart import _lock_checkpoint, _run
 from anyaccel.cli.progress import Display
 from anyaccel.errors import AnyaccelError
 from anyaccel.recipes import Recipe, recipes
-from tests.conftest import NEEDS_RECIPES, Kept
+from tests.conftest import NEEDS_RECIPES, SharedCache
 
 pytestmark = pytest.mark.usefixtures("pipelines_imported")
 DEVICES = find_devices("all")
@@ -42,23 +42,23 @@ FAILS_EVERYWHERE = {"attend-and-excite", "semantic-guidance", "score-sde-ve"}
 FAILS_ON_MPS = {"unclip", "unclip-image-variation"}
 PLAIN_DIFFERS = {
     ("easy-animate-inpaint", "*"): "passes a CPU generator to a device tensor, which torch rejects on every device",
-    ("attend-and-excite", "*"): "needs gradients, which virtual devices do not have through attention",
+    ("attend-and-excite", "*"): "needs gradients through attention, which virtual devices do not support",
     ("wuerstchen-prior", "mps"): _UNINITIALIZED,
     ("wuerstchen-combined", "mps"): _UNINITIALIZED,
     ("stable-diffusion-self-attention-guidance", "mps"): _UNINITIALIZED,
     ("unclip", "mps"): "diffusers selects another interpolation mode on mps",
     ("unclip-image-variation", "mps"): "diffusers selects another interpolation mode on mps",
 }
-"""Recipes with another image than the CPU's in plain diffusers, and the reason. One that matches is a failure too."""
+"""Recipes that fail or differ from the CPU in plain diffusers, with the reason. A match is an error too."""
 
 
-def find_cpu_images(chosen: Sequence[Recipe], kept: Kept) -> dict[str, Any]:
-    """Return cached images, also of the recipe tests, and compute the missing ones in one process."""
-    images = {recipe.name: kept.find(f"picture-{recipe.name}") for recipe in chosen}
+def find_cpu_images(chosen: Sequence[Recipe], shared_cache: SharedCache) -> dict[str, Any]:
+    """Return the cached images, which the recipe tests cache too; compute missing images in one process."""
+    images = {recipe.name: shared_cache.find(f"image-{recipe.name}") for recipe in chosen}
     missing = [recipe for recipe in chosen if images[recipe.name] is None]
     computed = run_on_cpu(missing) if missing else {}
     for name, image in computed.items():
-        kept.keep(f"picture-{name}", image)
+        shared_cache.keep(f"image-{name}", image)
     return images | computed
 
 
@@ -70,9 +70,9 @@ def test_there_are_six_virtual_devices() -> None:
 @pytest.mark.long
 @NEEDS_RECIPES
 @pytest.mark.parametrize(("index", "device"), list(enumerate(DEVICES)))
-def test_pipelines_work_placed_on_a_device(index: int, device: str, kept: Kept) -> None:
+def test_pipelines_work_placed_on_a_device(index: int, device: str, shared_cache: SharedCache) -> None:
     chosen = list(recipes().values())[(index + 3) % len(DEVICES) :: 8 * len(DEVICES)]
-    expected = find_cpu_images(chosen, kept)
+    expected = find_cpu_images(chosen, shared_cache)
     reports = run_on_device(device, chosen, expected, [CheckMode(placed=True, strict=True)])
     for recipe, report in zip(chosen, reports, strict=True):
         fails = recipe.name in FAILS_EVERYWHERE or (recipe.name in FAILS_ON_MPS and device == "mps")
@@ -83,9 +83,9 @@ def test_pipelines_work_placed_on_a_device(index: int, device: str, kept: Kept) 
 @pytest.mark.long
 @NEEDS_RECIPES
 @pytest.mark.parametrize(("index", "device"), list(enumerate(DEVICES)))
-def test_plain_pipelines_generate_the_image_of_the_cpu(index: int, device: str, kept: Kept) -> None:
+def test_plain_pipelines_generate_the_image_of_the_cpu(index: int, device: str, shared_cache: SharedCache) -> None:
     chosen = list(recipes().values())[index :: 8 * len(DEVICES)]
-    reports = run_on_device(device, chosen, find_cpu_images(chosen, kept), [CheckMode(placed=False)])
+    reports = run_on_device(device, chosen, find_cpu_images(chosen, shared_cache), [CheckMode(placed=False)])
     for recipe, report in zip(chosen, reports, strict=True):
         matches = report.max_difference is not None and report.max_difference <= 1e-4
         expected_to_differ = (recipe.name, "*") in PLAIN_DIFFERS or (recipe.name, device) in PLAIN_DIFFERS
@@ -137,7 +137,7 @@ def test_an_unknown_family_and_an_invalid_chart_file_raise(tmp_path: Path) -> No
     with pytest.raises(AnyaccelError, match="fluxx"):
         find_families(["fluxx"], recipes().values())
     (tmp_path / "chart.json").write_text("{}")
-    with pytest.raises(AnyaccelError, match="is not a valid chart file"):
+    with pytest.raises(AnyaccelError, match="as a chart"):
         read_chart(tmp_path / "chart.json")
 
 
@@ -160,11 +160,11 @@ def test_a_pipeline_that_kills_its_process_does_not_affect_others() -> None:
     expected = run_on_cpu([good])
     cells = chart._run_guarded("mps", [bad, good], {**expected, "bad": expected["pixart-alpha"]})
     assert [cell.placed.state for cell in cells] == ["stops", "works"]
-    assert "died with status 9" in cells[0].placed.error
+    assert "exited with status 9" in cells[0].placed.error
 
 
 def test_two_charts_cannot_write_the_same_file(tmp_path: Path) -> None:
-    with _lock_checkpoint(tmp_path / "chart.json"), pytest.raises(AnyaccelError, match="another chart"):  # noqa: SIM117
+    with _lock_checkpoint(tmp_path / "chart.json"), pytest.raises(AnyaccelError, match="another process"):  # noqa: SIM117
         with _lock_checkpoint(tmp_path / "chart.json"):
             pass
     with _lock_checkpoint(tmp_path / "chart.json"):
@@ -179,7 +179,7 @@ def test_a_killed_chart_releases_its_file(tmp_path: Path, number: int) -> None:
     with subprocess.Popen([sys.executable, "-c", program, str(keep)], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
-        with pytest.raises(AnyaccelError, match="another chart"):
+        with pytest.raises(AnyaccelError, match="another process is saving a chart"):
             _lock_checkpoint(keep)
         other.send_signal(number)
     with _lock_checkpoint(keep):

@@ -1,4 +1,4 @@
-"""Pages of the chart and the report in a real browser, and their content without one."""
+"""The chart and report pages in a real browser, and their content without a browser."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from anyaccel.checking.chart.chart_json import as_document
 from anyaccel.checking.chart.page import write_page
 from anyaccel.checking.chart.report_page import write_report_page
 from anyaccel.checking.report import DeviceReport, Graphs, Report, State, Violation
-from tests.browser import count_colours, open_browser, read_errors, resize
+from tests.browser import count_colors, open_browser, read_errors, resize
 
 WIDTHS = pytest.mark.parametrize("width", [390, 1440])
 NASTY = 'x = "</script><script>window.broken = 1</script><!--\u2028{{style}}"'
@@ -47,7 +47,7 @@ NAMES = {
 
 
 def make_document() -> dict[str, Any]:
-    """Return a chart of five pipelines on two devices. Placed, all work on neuron and two fail on mps."""
+    """Return a chart of five pipelines on two devices. When placed, all work on neuron and two fail on mps."""
     on_mps = {"unclip": ChartCell("mps", WRONG, WRONG), "beta": ChartCell("mps", STOPS, STOPS)}
     lines = tuple(
         ChartRow(
@@ -100,7 +100,7 @@ def browser() -> Iterator[Chrome]:
 
 
 class Page:
-    """The chart in the browser, used like a person would."""
+    """The chart page in a browser, with the actions of a user."""
 
     def __init__(self, chrome: Chrome, address: str, width: int) -> None:
         self.chrome = chrome
@@ -149,7 +149,7 @@ def chart(browser: Chrome, pages: Path, request: pytest.FixtureRequest) -> Page:
 def test_the_chart_is_drawn_and_fits(chart: Page, width: int) -> None:
     assert sorted(chart.rows()) == sorted(NAMES)
     assert chart.fits()
-    assert count_colours(chart.chrome) > 60
+    assert count_colors(chart.chrome) > 60
     assert "5 tiny diffusers pipelines on 2 virtual accelerators" in chart.text("#what")
     assert "virtual, not hardware" in chart.text("#evidence")
     assert "0 of 5" in chart.text('.device[data-device="mps"] .rate.plain')
@@ -228,7 +228,7 @@ def test_the_chart_works_with_the_keyboard_only(chart: Page) -> None:
     chart.press(Keys.ENTER)
     assert chart.text("#panel-title") == "beta"
     chart.press(Keys.ARROW_LEFT)
-    assert "RuntimeError: <no> float64 & no way" in chart.text("#panel"), "the panel follows"
+    assert "RuntimeError: <no> float64 & no way" in chart.text("#panel"), "the panel shows the selected cell"
     chart.wait_for_hash("cell=beta%40mps")
     chart.press(Keys.ESCAPE, "/", "wan")
     assert chart.rows() == ["delta"]
@@ -270,7 +270,7 @@ def test_the_report_is_drawn_and_fits(browser: Chrome, pages: Path, width: int) 
     page = Page(browser, (pages / "report.html").as_uri(), width)
     text = page.text("body")
     assert page.fits()
-    assert count_colours(browser) > 60
+    assert count_colors(browser) > 60
     assert browser.title == "anyaccel check: <mine>"
     for part in ("Passes on 1 of 2 devices", "It is small.", "pipe.py:7", HINT, "3×", "aten::_local_scalar_dense"):
         assert part in text
@@ -289,10 +289,10 @@ def read_data(page: str) -> Any:
 def test_the_embedded_data_can_be_read_back() -> None:
     document = make_document()
     page = write_page(document)
-    seen = read_data(page)
-    assert seen["sites"] == document["sites"]
-    assert seen["lines"][0] == document["lines"][0]
-    assert NASTY in [code for _, _, code in seen["sites"]]
+    data = read_data(page)
+    assert data["sites"] == document["sites"]
+    assert data["lines"][0] == document["lines"][0]
+    assert NASTY in [code for _, _, code in data["sites"]]
     assert page.count("</script>") == 3, "the tag in the data is escaped"
     assert "\u2028" not in page
 

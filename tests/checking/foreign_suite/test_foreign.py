@@ -1,4 +1,4 @@
-"""Test suite for diffusers that knows nothing of anyaccel."""
+"""Tests of diffusers that do not use anyaccel."""
 
 import os
 
@@ -34,5 +34,5 @@ def test_the_output_has_the_size_of_the_input():
 def test_the_schedule_is_in_float64():
     scheduler = DDIMScheduler()
     scheduler.set_timesteps(4)
-    weights = scheduler.alphas_cumprod.double().to(DEVICE)  # not available on every device
+    weights = scheduler.alphas_cumprod.double().to(DEVICE)  # not supported on every device
     assert weights.shape == (1000,)

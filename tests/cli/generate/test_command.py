@@ -23,7 +23,7 @@ from anyaccel.cli.main import main
 from anyaccel.errors import UsageError
 from anyaccel.generation.generate import generate
 from anyaccel.generation.image_format import encode_image, read_metadata
-from anyaccel.generation.model_cache import release_model
+from anyaccel.generation.model_loading import release_model
 from anyaccel.recipes import recipes
 from tests.cli.terminal import run_command, run_on_terminal
 from tests.conftest import NEEDS_RECIPES, RunCli
@@ -59,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def run(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Run the command in this process, in an empty folder, with the tiny model unless another is given."""
+    """Run the command in this process, in an empty folder, with the tiny model by default."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ANYACCEL_DEVICE", raising=False)
 
@@ -102,7 +102,7 @@ def test_image_path_and_seed_are_printed(run: Run, tmp_path: Path) -> None:
     release_model()  # the placement is printed only when the model is loaded
     completed = run("a red apple", "--seed", "7", "--steps", "2")
     assert (completed.status, completed.stdout) == (0, "a-red-apple-7.png  seed 7\n")
-    # The dtype depends on what this CPU is fast in.
+    # The dtype depends on which dtypes are fast on this CPU.
     assert re.fullmatch(r"\S+ on cpu:0 in (float32|bfloat16|float16)\n", completed.stderr)
     (metadata,) = read_metadata("a-red-apple-7.png")
     assert (metadata.prompt, metadata.seed, metadata.steps) == ("a red apple", 7, 2)
@@ -120,7 +120,7 @@ def test_same_command_gives_the_same_file_and_overwrites_nothing(run: Run) -> No
 def test_separate_process_and_python_generate_the_same_image(
     run_cli: RunCli, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The only test in a new process: imports and caches of other tests must not matter."""
+    """Run in a new process, which does not share the imports and caches of other tests."""
     monkeypatch.chdir(tmp_path)
     completed = run_cli(
         "generate", "a red apple", "--seed", "7", "--steps", "2", "--model", model, "-o", "a.png", "--dtype", "float32"
@@ -182,7 +182,7 @@ def test_from_warns_about_differences(run: Run, model: str, tmp_path: Path) -> N
     completed = run("--from", "gone.png")
     assert completed.status == 2
     assert "gone, which is not available" in completed.stderr
-    assert "hint: pass its current location with --model" in completed.stderr
+    assert "hint: pass the Hub ID or folder of this model with --model" in completed.stderr
     assert run("--from", "gone.png", "--model", model, "-o", "found.png").status == 0
     assert pixels("found.png") == pixels("a.png")
 
@@ -234,7 +234,7 @@ def test_stdout_receives_one_image(
 def test_closed_pipe_leaves_no_traceback(run: Run, capfd: pytest.CaptureFixture[str], model: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    for output, status in (([], 0), (["-o", "-"], 1)):  # a file is written without a reader; a stream is not
+    for output, status in (([], 0), (["-o", "-"], 1)):  # only stdout needs a reader
         command = ["generate", "x", "--seed", "7", "--steps", "1", "--model", model, *output]
         assert run_forked_command(command, stdout=writer) == status
         assert "Traceback" not in capfd.readouterr().err
@@ -286,7 +286,7 @@ def test_explain_prints_the_plan_and_generates_nothing(run: Run, tmp_path: Path)
         (["x", "--model", "./nowhere"], "does not exist", "path"),
         (["x", "--device", "nueron"], "unknown device 'nueron'", "did you mean neuron?"),
         (["x", "--dtype", "int8"], "a floating-point dtype", "float32"),
-        (["--from", "taken.png"], "taken.png is not a complete PNG, JPEG or WebP file", "written by anyaccel"),
+        (["--from", "taken.png"], "taken.png is not a valid PNG, JPEG or WebP file", "written by anyaccel"),
         (["--from", "taken.png", "x"], "cannot be combined with a prompt", "omit --from or the prompt"),
         (["x", "--show", "sixle"], "unknown value 'sixle' for --show", "did you mean sixel?"),
     ],
@@ -405,7 +405,7 @@ def test_ctrl_c_stops_at_the_next_step_and_keeps_finished_images(
     original = GenerateRun.on_step
 
     def on_step(run: GenerateRun, *args: Any, **kwargs: Any) -> Any:
-        while len(run.finished) == 1 and not run.interruption.requested:  # image 2 lasts until the key is pressed
+        while len(run.finished) == 1 and not run.interruption.requested:  # image 2 waits until Ctrl-C is pressed
             time.sleep(0.01)
         return original(run, *args, **kwargs)
 

@@ -3,8 +3,8 @@
     python -m tests.cluster.batch.batch_kills --rows 1000
     python -m tests.cluster.batch.batch_kills --rows 1000 --ray
 
-Every image must be byte-identical to the image of an undisturbed run with one worker. With --ray there are two nodes on
-this machine, and one of them is killed and replaced too.
+Every image must be byte-identical to the image of an undisturbed run with one worker. With --ray, the batch runs on a
+cluster of two nodes on this machine, and one of the nodes is also killed and replaced.
 """
 
 import argparse
@@ -66,7 +66,7 @@ class TwoNodes:
 
 
 def write_rows(path: Path, count: int, steps: int = 2) -> Path:
-    """Write a file with this many different rows."""
+    """Write a file with `count` different rows."""
     rows = [{"prompt": PROMPTS[n % len(PROMPTS)], "seed": n, "num_inference_steps": steps} for n in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -121,7 +121,7 @@ def read_manifest(out: Path) -> list[dict[str, Any]]:
 
 
 def check_images(out: Path, reference: Path, rows: int) -> list[str]:
-    """Return the problems: rows without or with two manifest lines, and images that differ from the reference run."""
+    """Return the problems: missing or duplicate manifest lines, and images that differ from the reference run."""
     lines, problems = read_manifest(out), []
     if sorted(line["row"] for line in lines) != list(range(1, rows + 1)):
         problems.append(f"{len(lines)} lines for {rows} rows")
@@ -132,7 +132,7 @@ def check_images(out: Path, reference: Path, rows: int) -> list[str]:
         if "error" in line:
             problems.append(f"row {line['row']}: {line['error']}")
         elif (out / line["path"]).read_bytes() != (reference / line["path"]).read_bytes():
-            problems.append(f"row {line['row']}: another image")
+            problems.append(f"row {line['row']}: the image differs")
     return problems
 
 
@@ -144,9 +144,9 @@ def run_with_kills(
     find: Callable[[int], list[psutil.Process]] = find_workers,
     on_kill: Callable[[int], None] = lambda kills: None,
 ) -> dict[str, int]:
-    """Run a batch to its end; kill a random worker periodically, and the main process after 1/3 and 2/3 of the rows.
+    """Run a whole batch; kill a random worker periodically, and the main process after 1/3 and 2/3 of the rows.
 
-    Between two kills at least one image is finished, since a worker may take long to start on a busy machine.
+    At least one image finishes between two kills, because workers may start slowly on a busy machine.
     """
     rng, batch, kills, starts, finished_at_kill = random.Random(0), RunningBatch(start()), 0, 1, 0
     restarts_at = [rows // 3, 2 * rows // 3]
@@ -167,7 +167,7 @@ def run_with_kills(
         print(f"\r{len(read_manifest(out))} of {rows}, {kills} kills, {starts} starts ", end="", file=sys.stderr)
     output = batch.end()
     assert batch.process.returncode == 0, "".join(batch.errors)
-    assert output.count("\n") == 1, f"more than the summary on stdout: {output}"
+    assert output.count("\n") == 1, f"unexpected output on stdout: {output}"
     return {"rows": rows, "workers_killed": kills, "leaders_killed": starts - 1}
 
 

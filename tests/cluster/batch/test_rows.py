@@ -54,7 +54,7 @@ def test_a_row_has_a_prompt_a_seed_and_arguments_of_the_call(tmp_path: Path) -> 
         (b'{"prompt": "x", "guidance_scale": 1e999}', "guidance_scale is too large for a float"),
         (b'{"prompt": "x", "width": 0}', "an integer from 1 to 16384"),
         (b'{"prompt": "x", "width": "64"}', "an integer from 1 to 16384"),
-        (b'{"prompt": "x", "generator": 1}', "use a seed"),
+        (b'{"prompt": "x", "generator": 1}', "set seed instead"),
         (b'{"prompt": "x", "num_images_per_prompt": 4}', "write one row per image"),
         (b'{"prompt": "\\ud800"}', "contains an unpaired surrogate"),
         (b'{"prompt": "x", "negative_prompt": ["\\ud800"]}', "contains an unpaired surrogate"),
@@ -75,7 +75,7 @@ def test_a_missing_or_empty_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read"):
         read_rows(str(tmp_path / "none.jsonl"))
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(UsageError, match="has no rows"):
+    with pytest.raises(UsageError, match="contains no rows"):
         read_rows(str(tmp_path / "empty.jsonl"))
 
 
@@ -118,7 +118,7 @@ def test_a_folder_of_version_0_1_continues_with_its_folder_of_pictures(tmp_path:
 
 
 def test_an_empty_folder_of_pictures_without_a_run_can_be_used(tmp_path: Path) -> None:
-    """Version 0.1 left it when the disk was full."""
+    """Version 0.1 left such a folder when the disk was full."""
     (tmp_path / "pictures").mkdir()
     with OutputFolder(tmp_path, RUN) as folder:
         folder.add_image(row(1), image_content(), {})
@@ -156,7 +156,7 @@ def test_an_incomplete_last_line_of_the_manifest_is_truncated(tmp_path: Path) ->
 
 def test_a_folder_with_other_content_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("all of it")
-    with pytest.raises(UsageError, match=r"is not a batch folder: it contains thesis\.txt"):
+    with pytest.raises(UsageError, match=r"has no run\.json from an earlier batch: it contains thesis\.txt"):
         OutputFolder(tmp_path, RUN)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
     with pytest.raises(UsageError, match="is a file"):
@@ -183,12 +183,12 @@ def test_a_folder_of_another_run_is_rejected(tmp_path: Path) -> None:
     with OutputFolder(tmp_path, RUN) as folder:
         assert folder.record_once("dtype", "bfloat16") == "float32", "the first value is kept"
     (tmp_path / "run.json").write_text("{")
-    with pytest.raises(UsageError, match="is corrupted"):
+    with pytest.raises(UsageError, match="is not a JSON object"):
         OutputFolder(tmp_path, RUN)
     (tmp_path / "run.json").write_text(json.dumps({"format": 1, **RUN}))
     manifest = tmp_path / "manifest.jsonl"
     manifest.write_bytes(manifest.read_bytes() + b"nonsense\n")
-    with pytest.raises(UsageError, match=r"line 2 of .* is corrupted"):
+    with pytest.raises(UsageError, match=r"line 2 of .* is not a manifest entry"):
         OutputFolder(tmp_path, RUN)
 
 
@@ -223,7 +223,7 @@ def test_a_full_disk_is_reported_and_the_folder_can_be_used_again(tmp_path: Path
             OutputFolder(out, RUN)
         return raised.value.hint
 
-    assert "free disk space and run the same command again" in call_in_fork(fill)
+    assert "free disk space, then run the same command again" in call_in_fork(fill)
     assert sorted(path.name for path in out.iterdir()) == [".lock", "images"]
 
     def fill_later() -> str:
@@ -235,6 +235,6 @@ def test_a_full_disk_is_reported_and_the_folder_can_be_used_again(tmp_path: Path
             return error.message
         return ""
 
-    assert f"cannot write {out / 'manifest.jsonl'}" in call_in_fork(fill_later), "not the error of closing the file"
+    assert f"cannot write {out / 'manifest.jsonl'}" in call_in_fork(fill_later), "not the error from closing the file"
     with OutputFolder(out, RUN) as folder:
         assert folder.find_unfinished([row(1)]) == [row(1)]

@@ -15,7 +15,7 @@ from anyaccel.errors import AnyaccelError, ModelError, UsageError
 from anyaccel.progress import ProgressListener
 
 Behavior = Callable[[int, BatchRow, int], str | None]
-"""Outcome for a worker, row and attempt: None is an image, "dies" the death of the worker, any other text an error."""
+"""Outcome for a worker, row and attempt: None for an image, "dies" if the worker dies, any other text for an error."""
 
 
 class ScriptedPool:
@@ -135,7 +135,7 @@ def test_a_row_that_kills_workers_fails_and_the_others_do_not(tmp_path: Path) ->
     pool = ScriptedPool(lambda worker, row, attempt: "dies" if row.number == 2 else None)
     summary, _, folder = run_batch(tmp_path, pool, rows(12), workers=1)
     assert (summary.done, summary.failed) == (11, 1)
-    assert "5 workers died while it ran; the last: killed" in folder.entries[2]["error"]
+    assert "5 workers died while generating this row (last: killed" in folder.entries[2]["error"]
 
 
 def test_rows_of_the_same_shape_share_a_call_and_retries_run_alone(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_device_that_is_not_available_is_reported_and_the_others_continue(tmp_
     )
     summary, listener, _ = run_batch(tmp_path, pool, rows(4))
     assert summary.done == 4
-    assert "worker 1 cannot start" in listener.warnings[0]
+    assert "worker 1 failed to start" in listener.warnings[0]
 
 
 def test_workers_that_never_start_end_the_batch(tmp_path: Path) -> None:

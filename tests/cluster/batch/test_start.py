@@ -109,7 +109,7 @@ def test_workers_and_the_main_process_may_die(tmp_path: Path, reference: Path, m
     assert workers
     for worker in workers:
         worker.wait(120)  # workers end with the main process
-    (out / "images" / ".anyaccel-0123456789abcdef.tmp").write_bytes(b"half")  # a killed process may leave it
+    (out / "images" / ".anyaccel-0123456789abcdef.tmp").write_bytes(b"half")  # left by a killed process
     second = start_batch(rows, out, "--model", model, "--workers", "2", "--json")
     output, errors = second.communicate(timeout=400)
     assert second.returncode == 0, errors
@@ -123,7 +123,7 @@ def test_workers_and_the_main_process_may_die(tmp_path: Path, reference: Path, m
 @pytest.mark.parametrize("terminated", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_interrupted_batch_says_how_to_resume(terminated: bool, tmp_path: Path, model: str) -> None:
     out = tmp_path / "out"
-    rows = 40 * ROWS  # more than finish before the signal, even on a busy machine
+    rows = 40 * ROWS  # too many to finish before the signal is sent
     batch = start_batch(write_rows(tmp_path / "rows.jsonl", rows), out, "--model", model)
     wait_for(out, 2)
     batch.send_signal(signal.SIGTERM if terminated else signal.SIGINT)
@@ -157,7 +157,7 @@ def test_a_failed_row_is_reported_and_the_others_finish(tmp_path: Path, model: s
     [
         ("{", [], "line 1: not valid JSON"),
         ('{"prompt": "x"}', ["--workers", "999"], "999 workers requested, but there "),
-        ('{"prompt": "x"}', ["--device", "virtual:hpu,count=2", "--workers", "3"], "there are 2 hpu devices"),
+        ('{"prompt": "x"}', ["--device", "virtual:hpu,count=2", "--workers", "3"], "there are only 2 hpu devices"),
         ('{"prompt": "x"}', ["--model", "no/such/folder/here"], "no/such/folder/here"),
         ('{"prompt": "x"}', ["--speed", "warp"], "speed must be one of"),
         ('{"prompt": "x"}', ["--device", "virtual:nope"], "unknown device 'nope'"),
@@ -165,7 +165,7 @@ def test_a_failed_row_is_reported_and_the_others_finish(tmp_path: Path, model: s
         ('{"prompt": "x"}', ["--device", "virtual:hpu:2"], "hint: use virtual:hpu,count=2"),
         ('{"prompt": "x"}', ["--device", "cpu:5"], "cpu:5 is not available"),
         ('{"prompt": "x"}', ["--ray", "127.0.0.1:9", "--device", "cpu"], "cannot reach a Ray cluster at 127.0.0.1:9"),
-        ('{"prompt": "x"}', ["--ray", "127.0.0.1:9"], "--ray requires a device name"),
+        ('{"prompt": "x"}', ["--ray", "127.0.0.1:9"], "--ray requires --device with a device name"),
     ],
 )
 def test_invalid_input_is_rejected_before_a_worker_starts(
@@ -217,7 +217,7 @@ def test_help_shows_only_the_new_name_of_rows_per_call() -> None:
 
 @pytest.mark.long
 def test_batch_on_ray(tmp_path: Path, model: str) -> None:
-    """Runs on a local cluster. Dying workers and nodes are covered by the slow test below."""
+    """Run on a local cluster. The slow test below kills workers and nodes."""
     rows, out = write_rows(tmp_path / "rows.jsonl", 3), tmp_path / "out"
     batch = start_batch(rows, out, "--model", model, "--ray", "local", "--workers", "1")
     output, errors = batch.communicate(timeout=600)
@@ -286,7 +286,7 @@ def test_ray_runs_ranks_and_a_failed_rank_ends_all(tmp_path: Path, nodes: TwoNod
     assert (done.returncode, done.stdout) == (0, "rank 0 of 2\n"), done.stderr
     failed = run("2", str(program), "fail")
     assert failed.returncode == 1
-    assert "rank 1 ended with status 3" in failed.stderr
+    assert "rank 1 exited with status 3" in failed.stderr
     assert "the cluster has 2 slots" in run("3", str(program)).stderr
 
 
@@ -303,4 +303,4 @@ def check_one_device_per_worker(folder: Path, model: str, count: int) -> None:
     assert output.startswith(f"{20 * count} of {20 * count} images")
     by_worker = {(line["worker"], line["device"]) for line in read_manifest(out)}
     assert by_worker == {(number, f"hpu:{number}") for number in range(count)}
-    assert errors.count("virtual: nothing here is about hardware") == count
+    assert errors.count("(virtual device; timings do not apply to hardware)") == count

@@ -2,7 +2,7 @@
 
     python -m tests.cluster.serve.replica_kills --minutes 3
 
-The clients are OpenAI's. They do not retry, and every error is counted.
+The test uses the OpenAI client without retries and counts every error.
 """
 
 import argparse
@@ -37,7 +37,7 @@ WAIT_S = 240.0
 
 @dataclass
 class LoadResult:
-    """Outcomes that the clients saw."""
+    """Results of the clients' requests."""
 
     correct: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -120,7 +120,7 @@ def kill_under_load(
     max_kills: int = 10**6,
     min_responses: int = 0,
 ) -> LoadResult:
-    """Run clients for a time and until enough responses have arrived, and kill a replica periodically."""
+    """Run clients for some time and until enough responses have arrived; kill a replica periodically."""
     result, rng = LoadResult(), random.Random(1)
     threads = [Client(live, expected, result, number) for number in range(clients)]
     for client in threads:

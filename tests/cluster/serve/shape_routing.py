@@ -3,7 +3,7 @@
     python -m tests.cluster.serve.shape_routing
 
 One image of each shape starts on its own replica, then more images of both shapes follow. Prints the shapes that each
-replica got, and the device groups that the cluster accepts.
+replica received, and the device groups that the cluster accepts.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ def send(handle: Any, name: str, side: int, seconds: float) -> tuple[int, str]:
 
 
 def route_shapes() -> dict[str, list[int]]:
-    """Return the side lengths of the images that each replica got."""
+    """Return the side lengths of the images that each replica received."""
     from ray import serve
 
     deployment = serve.deployment(
@@ -89,7 +89,7 @@ def find_groups() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run both in a new cluster."""
+    """Run both checks in a new cluster."""
     with tempfile.TemporaryDirectory(prefix="ray") as folder:
         os.environ["RAY_TMPDIR"] = folder
         os.environ["RAY_OVERRIDE_RESOURCES"] = json.dumps({"CPU": 2})

@@ -88,7 +88,7 @@ def test_killing_a_replica_under_load_loses_no_job_and_no_image(tmp_path: Path, 
 
 
 def _check_previews_edits_and_cancellation(live: Live) -> None:
-    """Check features that need messages of the replicas."""
+    """Check features that depend on messages from the replicas."""
     client = live.openai()
     events = list(
         client.images.generate(
@@ -146,7 +146,7 @@ def list_processes(live: Live) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_folder")
 def test_different_devices_in_one_pool_generate_the_same_image(tmp_path: Path, tiny: str) -> None:
-    """Slow, since three virtual devices start at the same time, each with its own torch."""
+    """Slow: three virtual devices start at the same time, and each one imports torch."""
     devices = {"mps", "hpu", "neuron"}
     live = Live(
         tmp_path / "data", f"tiny={tiny}", "--ray", "local", "--dtype", "float32", "--sizes", "64x64",
@@ -195,17 +195,17 @@ def test_a_real_cluster_separates_shapes_and_checks_device_groups() -> None:
     groups = result["groups"]
     assert groups["auto None"] == [["cpu", 1, False, 4]]
     assert groups["cpu 2"] == [["cpu", 2, False, 4]]
-    assert groups["cpu auto"] == [["cpu", 2, True, 4]], "from one replica to all"
+    assert groups["cpu auto"] == [["cpu", 2, True, 4]], "scales from one replica to all slots"
     assert groups["virtual:mps virtual:hpu,count=8 4"] == [
         ["virtual:mps", 4, False, 1],
         ["virtual:hpu,count=8", 4, False, 4],
     ]
     for options, message in {
-        "cpu 3": "3 workers on cpu requested, but the cluster has 2 slots",
-        "virtual:hpu 9": "the cluster has 8 slots",
-        "npu None": "Ray resource NPU",
-        "mlu 1": "Ray resource mlu",
-        "hpu:3 None": "Ray assigns the devices",
+        "cpu 3": "3 workers on cpu devices requested, but the cluster has resources for only 2",
+        "virtual:hpu 9": "the cluster has resources for only 8",
+        "npu None": "Ray resource 'NPU'",
+        "mlu 1": "Ray resource 'mlu'",
+        "hpu:3 None": "Ray assigns the device indices",
         "cpu cpu None": "--device cpu is given more than once",
     }.items():
         assert message in groups[options]
@@ -272,7 +272,7 @@ def test_replicas_without_an_index_from_ray_claim_a_device_each(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     device, lock = claim_device("cpu")
     assert device == "cpu:0"
-    with pytest.raises(DeviceUnavailableError, match="all 1 cpu devices on this machine are in use"):
+    with pytest.raises(DeviceUnavailableError, match="no cpu device on this machine is free"):
         claim_device("cpu")
     lock.close()
     claim_device("cpu")[1].close()
@@ -286,8 +286,8 @@ def run_serve(*options: str) -> Any:
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
-        (("--replicas", "2"), 2, "require Ray"),
-        (("--device", "cpu", "--device", "virtual:hpu"), 2, "require Ray"),
+        (("--replicas", "2"), 2, "--replicas requires --ray"),
+        (("--device", "cpu", "--device", "virtual:hpu"), 2, "more than one --device requires --ray"),
         (("--ray", "here"), 2, "not a valid Ray cluster address"),
         (("--ray", "ray://127.0.0.1:10001"), 2, "Ray Client"),
         (("--ray", "127.0.0.1:9"), 3, "cannot reach a Ray cluster at 127.0.0.1:9"),

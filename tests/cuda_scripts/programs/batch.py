@@ -1,4 +1,4 @@
-"""Several prompts in one call, with the fastest settings of the guide."""
+"""Several prompts in one call, with the fastest settings from the guide."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Image to image with a strength."""
+"""Image to image with the `strength` argument."""
 
 import sys
 

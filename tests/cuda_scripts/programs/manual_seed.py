@@ -1,4 +1,4 @@
-"""Reproducible results without a generator: all global seeds."""
+"""Reproducible results with global seeds instead of a generator."""
 
 import random
 import sys

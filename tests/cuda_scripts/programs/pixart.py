@@ -1,4 +1,4 @@
-"""PixArt with a separate call of its text encoder."""
+"""PixArt with a text encoder that is loaded and run separately."""
 
 import gc
 import sys

@@ -150,14 +150,14 @@ CHECKS = {
     "auto flux": check_context,
     "auto unet": check_guidance,
     "tensor rejected": check_error(
-        "diffusers supports tensor parallelism on cuda, neuron, tpu, xpu, not on", "parallel='context'"
+        "diffusers supports tensor parallelism only on cuda, neuron, tpu, xpu, not on", "parallel='context'"
     ),
-    "no tensor plan": check_error("parallel='tensor:2': diffusers"),
+    "no tensor plan": check_error("parallel='tensor:2' is not available: diffusers"),
     "no context plan": check_error("no context-parallel plan for UNet2DConditionModel", "parallel='cfg'"),
     "wrong count": check_error(
         "requires 4 processes, one per device, but 2 are running", "torchrun --nproc-per-node 4"
     ),
-    "attention across rows": check_error("the halves and the full batch differ", "omit parallel"),
+    "attention across rows": check_error("the output of the two halves differs", "omit parallel"),
     "no seed": check_no_seed,
     "different seeds": check_seeds,
     "placed twice": check_second_placement,

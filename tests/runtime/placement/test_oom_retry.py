@@ -155,7 +155,9 @@ def test_memory_resident_that_cannot_fit_is_rejected_with_the_sizes() -> None:
         silence_output()
         place(recipes()["stable-diffusion"].make(), "hpu", dtype="float32", memory="resident")
 
-    with pytest.raises(DoesNotFitError, match=r"'resident' does not fit: the weights .* are 559 KiB.* has 293 KiB"):
+    with pytest.raises(
+        DoesNotFitError, match=r"does not fit with memory='resident': .* require 559 KiB, .* has only 293 KiB"
+    ):
         run_forked("hpu", use, memory="300000")
 
 

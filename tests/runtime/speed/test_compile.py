@@ -82,7 +82,7 @@ def test_one_graph_per_size_and_none_in_a_second_process(tmp_path: Path) -> None
     assert same_environment
     assert buckets == ("16 × 16, 1 image", "32 × 16, 1 image")
     [message] = messages
-    assert "compiling for a new size, 32 × 16, 1 image" in message
+    assert "compiling for the new size 32 × 16, 1 image" in message
     assert "16 × 16" in message
     assert len(list(tmp_path.glob("*.json"))) == 2
     assert run_forked("neuron", use_again) == (1, 0)
@@ -200,7 +200,7 @@ def test_compile_accepts_all_or_named_models() -> None:
         pipe = make()
         pipe.enable_compile("all")
         difference = float(abs(expected - run(recipe, pipe)).max())
-        with pytest.raises(UnknownComponentError, match=r"no model 'unett'") as caught:
+        with pytest.raises(UnknownComponentError, match=r"no model named 'unett'") as caught:
             make().enable_neuron_compile(["unett"])
         return pipe.plan.report.compiled_models.value, len(accelerator.compiler.graphs), difference, str(caught.value)
 

@@ -15,7 +15,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
-from tests.browser import count_colours, open_browser, read_errors, resize
+from tests.browser import count_colors, open_browser, read_errors, resize
 from tests.server.conftest import CAROL
 from tests.server.live import Live
 
@@ -255,7 +255,7 @@ def test_the_layout_does_not_overflow(page: Page, width: int, tmp_path: Path) ->
     page.chrome.save_screenshot(str(tmp_path / f"{width}.png"))
     with Image.open(tmp_path / f"{width}.png") as screenshot:
         assert screenshot.size == (width, 900)
-    assert count_colours(page.chrome) > 100
+    assert count_colors(page.chrome) > 100
     page.click(TILE)
     assert page.measure_overflow("html") == 0
     viewer = page.find("#viewer").rect

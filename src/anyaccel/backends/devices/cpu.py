@@ -197,8 +197,8 @@ class CpuDriver(Driver):
 
     def _not_measurable(self) -> NotMeasurableError:
         return NotMeasurableError(
-            f"the peak memory of a process is not available on this system ({platform.system()})",
-            hint='anyaccel.memory("cpu") returns the current usage',
+            f"the peak memory of the process cannot be measured on this system ({platform.system()})",
+            hint='use anyaccel.memory("cpu") for the current memory usage',
         )
 
 

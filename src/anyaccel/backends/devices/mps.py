@@ -345,7 +345,7 @@ SHEET = Sheet(
     requirements=(
         SystemIs(
             systems=("Darwin",),
-            hint="use a Mac with Apple silicon, or a virtual device on any machine: ANYACCEL_VIRTUAL=mps",
+            hint="use a Mac with Apple silicon, or a virtual device on Linux: ANYACCEL_VIRTUAL=mps",
             says="Metal is available only on macOS.",
             source=_DIFFUSERS_PAGE,
             evidence="documented",

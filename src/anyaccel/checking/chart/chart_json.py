@@ -12,10 +12,10 @@ from typing import Any
 
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.device import sheet
-from anyaccel.backends.evidence import Verification
+from anyaccel.backends.evidence_files import Verification
 from anyaccel.checking.chart.chart import Attempt, Chart, ChartCell, ChartRow, CodeLine, LimitFinding
 from anyaccel.checking.chart.known_failures import find_reason
-from anyaccel.errors import UsageError
+from anyaccel.errors import UsageError, summarize_error
 from anyaccel.storage.atomic_write import atomic_write
 
 __all__ = ["as_document", "read_chart", "write_chart"]
@@ -58,7 +58,8 @@ def read_chart(path: Path) -> Chart:
     # Any of these means that the file is damaged or is not a chart.
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise UsageError(
-            f"{path} is not a valid chart file: {error}", hint=f"create one with `anyaccel chart --json > {path}`"
+            f"cannot read {path} as a chart: {summarize_error(error)}",
+            hint=f"create one with `anyaccel chart --json > {path}`",
         ) from error
 
 

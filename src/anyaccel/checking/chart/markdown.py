@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from anyaccel.backends.evidence import Verification
+from anyaccel.backends.evidence_files import Verification
 from anyaccel.checking.chart.chart import Chart, ChartCell, ChartRow
 from anyaccel.checking.chart.known_failures import find_reason
 

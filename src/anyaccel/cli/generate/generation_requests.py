@@ -63,7 +63,7 @@ def _regenerate(options: Options, original: ImageMetadata) -> GenerateTask:
     except ModelError as error:
         raise ModelError(
             f"the image was generated with {original.model}, which is not available: {error.message}",
-            hint="pass its current location with --model",
+            hint="pass the Hub ID or folder of this model with --model",
         ) from error
     return GenerateTask(request=request, original=original)
 

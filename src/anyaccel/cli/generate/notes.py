@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from anyaccel.generation.model_cache import LoadedModel
+    from anyaccel.generation.model_loading import LoadedModel
 
 __all__ = ["find_notes"]
 
@@ -35,4 +35,4 @@ def find_notes(loaded: LoadedModel, call: Mapping[str, Any], prompts: Sequence[s
     unknown = find_unknown_words(" ".join(prompts)) if loaded.model.kind == "embedded" else []
     if unknown:
         listed = ", ".join(unknown[:_MAX_WORDS]) + (", …" if len(unknown) > _MAX_WORDS else "")
-        yield f"the embedded model does not know: {listed}; it draws emoji by their names"
+        yield f"the embedded model does not know these words: {listed}; it supports only names of emoji"

@@ -75,7 +75,7 @@ class Options:
             )
         # --explain requires no prompt: a plan does not depend on it.
         if not (self.source or self.prompts or self.prompts_file or self.explain):
-            raise UsageError("missing prompt", hint='for example: anyaccel generate "a red apple"')
+            raise UsageError("missing prompt", hint='pass a prompt, for example: anyaccel generate "a red apple"')
         if self.seed is not None:
             read_seed(self.seed, hint="for example --seed 7; omit --seed for a random one")
         if self.count < 1:
@@ -89,7 +89,10 @@ class Options:
         self.read_call()  # raises if --size is not valid
         check_protocol(self.show)
         if self.output == STDOUT and self.as_json:
-            raise UsageError("-o - and --json both write to stdout", hint="write the image to a file: -o image.png")
+            raise UsageError(
+                "-o - and --json cannot be combined: both write to stdout",
+                hint="write the image to a file with -o image.png",
+            )
 
     def read_destination(self, images: int) -> Destination | None:
         """Return the destination for the images, or None for stdout; raise if it cannot be written."""
@@ -101,7 +104,7 @@ class Options:
             if images > 1 and not self.grid:
                 raise UsageError(
                     f"cannot write {images} images to stdout",
-                    hint="add --grid for a contact sheet, or write to a folder with -o FOLDER/",
+                    hint="add --grid to combine them into one image, or write them to a folder with -o FOLDER/",
                 )
             return None
         # Imported here: the option checks must not import Pillow.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from anyaccel.cli.generate.generation_requests import GenerateTask
     from anyaccel.generation.image import GeneratedImage
-    from anyaccel.generation.model_cache import LoadedModel
+    from anyaccel.generation.model_loading import LoadedModel
     from anyaccel.generation.output_files import Destination
 
 __all__ = ["GenerateRun"]
@@ -114,7 +114,7 @@ class GenerateRun(ProgressListener):
 
     def _load(self, task: GenerateTask) -> LoadedModel:
         with gc_paused():
-            from anyaccel.generation.model_cache import load_model
+            from anyaccel.generation.model_loading import load_model
 
         model = task.request.model
         text = f"Loading {model.name}"
@@ -127,7 +127,7 @@ class GenerateRun(ProgressListener):
                 raise
             raise ModelError(
                 f"the image was generated with {task.original.model}, which cannot be loaded: {error.message}",
-                hint=f"pass its current location with --model; {error.hint}",
+                hint=f"pass the Hub ID or folder of this model with --model; {error.hint}",
             ) from error
         if loaded.load_s:
             self._print_placement(loaded)

@@ -23,7 +23,7 @@ class WorkerSettings:
     """Options for a batch worker."""
 
     model: str | None = None
-    """Hub id or folder; None is the embedded model."""
+    """Hub ID or folder; None is the embedded model."""
     device: str = "auto"
     index: int | None = None
     """Index of the device; None is the default device of the process."""
@@ -85,7 +85,7 @@ class ImageWorker:
             import torch
 
             from anyaccel.generation.call_validation import list_parameters
-            from anyaccel.generation.model_cache import load_uncached
+            from anyaccel.generation.model_loading import load_uncached
             from anyaccel.generation.request import make_request
             from anyaccel.planning.options import PlacementOptions
 

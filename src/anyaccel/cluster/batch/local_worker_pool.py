@@ -139,7 +139,8 @@ def _serve(pipe: ParentPipe, settings: WorkerSettings) -> None:
         message = error
     except Exception as error:  # noqa: BLE001 - reported by the parent process
         message = AnyaccelError(
-            f"{type(error).__name__}: {error}", hint="check whether `anyaccel generate` works with the same options"
+            f"cannot load the model: {type(error).__name__}: {error}",
+            hint="run `anyaccel generate` with the same model and device to reproduce the error",
         )
     else:
         message = worker.facts

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from anyaccel.cluster.batch.rows import BatchRow
-from anyaccel.errors import AnyaccelError, UsageError
+from anyaccel.errors import AnyaccelError, UsageError, summarize_error
 from anyaccel.generation.image_format import read_metadata
 from anyaccel.generation.output_files import make_stem, write_output_file
 from anyaccel.storage.atomic_write import remove_temporary_files
@@ -28,7 +28,7 @@ _RUN, _MANIFEST, _LOCK, _IMAGES = "run.json", "manifest.jsonl", ".lock", "images
 # Name of the image folder in version 0.1.
 _V0_1_IMAGES = "pictures"
 _FORMAT = 1
-_FREE_SPACE = "free disk space and run the same command again; finished images are reused"
+_FREE_SPACE = "free disk space, then run the same command again; finished images are reused"
 
 
 class OutputFolder:
@@ -45,7 +45,9 @@ class OutputFolder:
         self._images = path / (_V0_1_IMAGES if continues_v0_1 else _IMAGES)
         self._create()
         self._lock = lock_file(
-            path / _LOCK, f"another process is writing to {path}", "wait for it, or pass a different folder to --out"
+            path / _LOCK,
+            f"another process is writing to {path}",
+            "wait until it finishes, or pass a different folder to --out",
         )
         self.run: dict[str, Any] = {"format": _FORMAT, **run}
         try:
@@ -118,14 +120,16 @@ class OutputFolder:
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"{self.path} is a file, not a folder", hint="pass a different path to --out")
         if self.path.is_dir() and not (self.path / _RUN).exists():
-            names = [
+            names = sorted(
                 path.name
                 for path in self.path.iterdir()
                 if not path.name.startswith(".") and not _is_empty_image_folder(path)
-            ]
+            )
             if names:
+                remaining = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 raise UsageError(
-                    f"{self.path} is not a batch folder: it contains {', '.join(sorted(names)[:3])}",
+                    f"{self.path} is not empty and has no {_RUN} from an earlier batch: "
+                    f"it contains {', '.join(names[:3])}{remaining}",
                     hint="pass a new or empty folder to --out",
                 )
         try:
@@ -144,7 +148,7 @@ class OutputFolder:
             stored = json.loads(path.read_bytes())
             assert isinstance(stored, dict)
         except (ValueError, AssertionError) as error:
-            raise UsageError(f"{path} is corrupted", hint="pass a different folder to --out") from error
+            raise UsageError(f"{path} is not a JSON object", hint="pass a different folder to --out") from error
         for name, value in self.run.items():
             if stored.get(name) != value:
                 reason = (
@@ -182,7 +186,8 @@ class OutputFolder:
                 entries[entry["row"]] = entry
             except (ValueError, KeyError, TypeError) as error:
                 raise UsageError(
-                    f"line {number} of {path} is corrupted", hint="remove it, or pass a different folder to --out"
+                    f"line {number} of {path} is not a manifest entry: {summarize_error(error)}",
+                    hint="delete this line, or pass a different folder to --out",
                 ) from error
         return entries
 

@@ -42,7 +42,8 @@ class _Actor:
             return error
         except Exception as error:  # noqa: BLE001 - reported by the runner
             return AnyaccelError(
-                f"{type(error).__name__}: {error}", hint="check whether `anyaccel generate` works with the same options"
+                f"cannot load the model: {type(error).__name__}: {error}",
+                hint="run `anyaccel generate` with the same model and device to reproduce the error",
             )
         return self.worker.facts
 

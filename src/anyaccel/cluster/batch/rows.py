@@ -18,14 +18,14 @@ __all__ = ["BatchRow", "check_parameters", "read_rows"]
 
 # Arguments of a pipeline's call that a row cannot have, and what to do instead.
 _UNSUPPORTED = {
-    "generator": "use a seed",
+    "generator": "set seed instead",
     "num_images_per_prompt": "write one row per image, each with its own seed",
     "output_type": "a batch always writes images",
     "return_dict": "a batch always writes images",
-    "callback_on_step_end": "a file cannot contain a function",
+    "callback_on_step_end": "JSON cannot contain a function",
 }
 _MAX_REPORTED = 5
-_EXAMPLE = 'for example {"prompt": "a red apple", "seed": 7}'
+_EXAMPLE = 'write one JSON object per line, for example {"prompt": "a red apple", "seed": 7}'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +63,9 @@ def read_rows(source: str) -> tuple[list[BatchRow], str]:
             problems.append(f"line {number}: {error.message if isinstance(error, UsageError) else error}")
     if problems:
         listed = "\n".join(problems[:_MAX_REPORTED]) + _format_remaining(problems)
-        raise UsageError(f"{name} has invalid rows:\n{listed}", hint=_EXAMPLE)
+        raise UsageError(f"{name} contains invalid rows:\n{listed}", hint=_EXAMPLE)
     if not rows:
-        raise UsageError(f"{name} has no rows", hint=_EXAMPLE)
+        raise UsageError(f"{name} contains no rows", hint=_EXAMPLE)
     return rows, hashlib.sha256(content).hexdigest()
 
 
@@ -77,7 +77,9 @@ def check_parameters(rows: Iterable[BatchRow], parameters: Iterable[str], pipeli
         listed = "\n".join(
             f"line {number}: unknown argument {name!r} for {pipeline}" for number, name in unknown[:_MAX_REPORTED]
         )
-        raise UsageError(listed + _format_remaining(unknown), hint=f"remove it; {nearest(unknown[0][1], names)}")
+        raise UsageError(
+            listed + _format_remaining(unknown), hint=f"remove or rename the argument; {nearest(unknown[0][1], names)}"
+        )
 
 
 def _format_remaining(problems: Sequence[object]) -> str:
@@ -89,7 +91,7 @@ def _read(source: str) -> bytes:
         return sys.stdin.buffer.read() if source == "-" else Path(source).expanduser().read_bytes()
     except OSError as error:
         raise UsageError(
-            f"cannot read {source}: {error.strerror}", hint="pass a JSONL file with one row per line"
+            f"cannot read {source}: {error.strerror}", hint="pass a JSONL file with one JSON object per line"
         ) from error
 
 
@@ -102,7 +104,7 @@ def _read_row(number: int, line: bytes) -> BatchRow:
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON: {error.msg} at column {error.colno}") from error
     except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+        raise ValueError("the JSON is nested too deeply") from error
     if not isinstance(fields, dict):
         raise ValueError("not a JSON object")
     prompt = fields.pop("prompt", None)

@@ -134,10 +134,10 @@ class BatchRun:
             if expected != getattr(facts, name):
                 raise AnyaccelError(
                     f"worker {event.worker} uses {name} {getattr(facts, name)}, but the run started with {expected}",
-                    hint="pass a different folder to --out, or use the model that the run started with",
+                    hint="pass a different folder to --out, or use the same model and --dtype as when the run started",
                 )
         self.workers[event.worker].facts = facts
-        virtual = ", virtual: nothing here is about hardware" if facts.virtual else ""
+        virtual = " (virtual device; timings do not apply to hardware)" if facts.virtual else ""
         self.listener.on_message(f"worker {event.worker}: {facts.pipeline} on {facts.device} in {facts.dtype}{virtual}")
         self.listener.on_phase("rows")
         # The rate that is shown does not include the time to load the model.
@@ -193,7 +193,9 @@ class BatchRun:
         worker = self.workers[event.worker]
         worker.abandoned = True
         if any(other.facts for other in self.workers.values()):
-            self.listener.on_warning(f"worker {event.worker} cannot start, the others continue: {event.error.message}")
+            self.listener.on_warning(
+                f"worker {event.worker} failed to start, the others continue: {event.error.message}"
+            )
             return
         raise event.error
 
@@ -216,7 +218,11 @@ class BatchRun:
                 if task.deaths < _MAX_DEATHS:
                     self.tasks.append(task)
                 else:
-                    self._fail(task, f"{_MAX_DEATHS} workers died while it ran; the last: {event.reason}", event.worker)
+                    self._fail(
+                        task,
+                        f"{_MAX_DEATHS} workers died while generating this row (last: {event.reason})",
+                        event.worker,
+                    )
         worker.failed_starts += not was_ready
         self.listener.on_warning(f"worker {event.worker} died ({event.reason}) and is replaced")
         if worker.failed_starts < _MAX_FAILED_STARTS:
@@ -227,7 +233,7 @@ class BatchRun:
         if not remaining:
             raise AnyaccelError(
                 f"workers failed to start {_MAX_FAILED_STARTS} times in a row: {event.reason}",
-                hint="run `anyaccel explain` to check whether the model fits in memory",
+                hint="run `anyaccel explain MODEL` to check whether the model fits in memory",
             )
 
     def _fill_queues(self) -> None:

@@ -84,7 +84,8 @@ def _create_ray_pool(job: BatchJob, address: str) -> tuple[WorkerPool, Sequence[
 
     if job.settings.device == AUTO:
         raise UsageError(
-            "--ray requires a device name", hint="pass the device type of the cluster, for example --device hpu"
+            "--ray requires --device with a device name, not auto",
+            hint="pass the device type of the cluster, for example --device hpu",
         )
     slots = slots_from_name(job.settings.device)
     join(address)

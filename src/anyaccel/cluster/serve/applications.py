@@ -78,7 +78,10 @@ def read_replicas(text: str | None) -> int | str | None:
     if text is None or text == "auto":
         return text
     if not text.isdigit() or int(text) < 1:
-        raise UsageError(f"{text!r:.40} is not a valid number of replicas", hint="use --replicas 2 or --replicas auto")
+        raise UsageError(
+            f"{text!r:.40} is not a valid number of replicas",
+            hint="use a positive integer or auto, for example --replicas 2",
+        )
     return int(text)
 
 
@@ -114,7 +117,7 @@ def _make_group(device: str, replicas: int | str | None, max_batch: int) -> Devi
     sheet, virtual = find_sheet(spec), spec.virtual
     if spec.index is not None:
         hint = spec.count_hint() if virtual else f"use --device {spec.name}"
-        raise UsageError(f"{device} includes a device index, but Ray assigns the devices", hint=hint)
+        raise UsageError(f"{device} includes a device index, but Ray assigns the device indices", hint=hint)
     slots = count_slots(sheet, virtual)
     on_host = virtual or sheet.is_host
     # By default one replica per device, but only one on the CPU: its replicas would share the cores.

@@ -92,7 +92,7 @@ class Replica:
         if self.load_error is not None and time.monotonic() - self.created_at > _FAILURE_VISIBLE_S:
             raise RuntimeError(self.load_error.message)
         if self.mailboxes and time.monotonic() - self.last_message_at > limit:
-            raise RuntimeError(f"no step has finished in the last {limit:.0f} s")
+            raise RuntimeError(f"no denoising step has finished in the last {limit:.0f} s")
 
     def _on_message(self, message: Any) -> None:
         if isinstance(message, Heartbeat):

@@ -150,7 +150,8 @@ class ReplicaPool:
 
     def describe_end(self) -> str:
         """Return text for the log about how the pool ended, with the last known cluster status."""
-        return f"with its cluster: {self._status}" if self._status else "with its cluster"
+        status = f" (last status: {self._status})" if self._status else ""
+        return f"because the Ray cluster stopped responding{status}"
 
     # One image
 
@@ -217,7 +218,7 @@ class ReplicaPool:
                         return self._finish(task, message)
                     self._forward(task, message)
         except (RequestCancelledError, TaskCancelledError):
-            return None if task.job.stopped else _ReplicaLost("the request was cancelled")
+            return None if task.job.stopped else _ReplicaLost("the request was canceled")
         except RayTaskError as error:
             return JobFailed(task.job.name, "internal_error", f"{type(error.cause).__name__}: {error.cause}", 500)
         except (RayError, RayServeException) as error:
@@ -330,7 +331,10 @@ class ReplicaPool:
 
 
 def _make_load_failed(app: Application, state: DeploymentState) -> LoadFailed:
-    return LoadFailed(f"no replica can start on {app.group.device}: {state.message}", "see its log among Ray's logs")
+    return LoadFailed(
+        f"no replica could start on {app.group.device}: {state.message}",
+        "see the replica logs in /tmp/ray/session_latest/logs/serve on the cluster nodes",
+    )
 
 
 @dataclass(frozen=True)

@@ -258,8 +258,8 @@ class _ChunkRun:
         """
         if self.placement.shared:
             raise NotFiniteError(
-                f"the image contains NaN or Inf: {non_finite[0]} produced them on {self.placement.plan.device}",
-                hint="run one call at a time: float32 retries are disabled while other calls use the model",
+                f"the image contains NaN or Inf values, which {non_finite[0]} produced on {self.placement.plan.device}",
+                hint="run one call at a time; a call is retried in float32 only if no other call uses the model",
             )
         with find_first_non_finite(self.components) as failures:
             self._run_once()
@@ -268,7 +268,8 @@ class _ChunkRun:
         component = self.components[name]
         where = f"{module} at forward pass {step}"
         low_precision = {parameter.dtype for parameter in component.parameters()} - {torch.float32}
-        if low_precision and not is_quantized(component):
+        retries = low_precision and not is_quantized(component)
+        if retries:
             is_finite = False
             self._cast(component, torch.float32, torch.float32)
             try:
@@ -281,9 +282,10 @@ class _ChunkRun:
                 self._report_float32(name, where)
                 return result
         raise NotFiniteError(
-            f"the image contains NaN or Inf, even when recomputed in float32: {where} is the first module that "
-            f"produces them, on {self.placement.plan.device} in {self.placement.plan.dtype.value}",
-            hint=f'check the weights of {name}, or compare with pipe.to("cpu")',
+            f"the image contains NaN or Inf values{', even when recomputed in float32' if retries else ''}; "
+            f"the first ones occur in {where}, on {self.placement.plan.device} in {self.placement.plan.dtype.value}",
+            hint=f"check the weights of {name} for NaN and Inf"
+            + ("" if is_host(self.placement.device) else ", or run the same call on the CPU to compare"),
         )
 
     def _cast(self, component: torch.nn.Module, dtype: torch.dtype, inputs: torch.dtype | None) -> None:

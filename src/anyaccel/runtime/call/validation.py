@@ -17,7 +17,8 @@ def validate_call(placement: Placement, request: CallRequest) -> None:
     """Raise an `AnyaccelError` if the device is unavailable or the request's arguments are invalid."""
     if not is_available(placement.plan.device):
         raise DeviceUnavailableError(
-            f"{placement.plan.device} is no longer available", hint='place the pipeline again: pipe.to("auto")'
+            f"{placement.plan.device} is no longer available",
+            hint='move the pipeline to an available device with pipe.to("auto")',
         )
     _validate_steps(request)
     _check_size(request)

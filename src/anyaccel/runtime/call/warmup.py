@@ -28,7 +28,8 @@ def warm_up(pipe: Any, shapes: Any, arguments: dict[str, Any]) -> None:
 
     calls = [{**arguments, **_read_shape(shape)} for shape in ([None] if shapes is None else shapes)]
     if not calls:
-        raise UsageError("warmup got an empty list of shapes", hint="use warmup(shapes=[(512, 512)])")
+        hint = "pass at least one shape, for example warmup(shapes=[(512, 512)])"
+        raise UsageError("warmup got an empty list of shapes", hint=hint)
     config = read_progress_bar_config(pipe)
     with tqdm(calls, desc="Warming up", disable=config.get("disable")) as bar:
         for call in bar:
@@ -98,4 +99,5 @@ def _read_shape(shape: Any) -> dict[str, Any]:
         return dict(shape)
     if isinstance(shape, Sequence) and len(shape) == 2 and all(isinstance(side, int) for side in shape):
         return {"height": shape[0], "width": shape[1]}
-    raise UsageError(f"not a valid shape: {shape!r}", hint="use (height, width) or a dict of call arguments")
+    hint = "use a pair (height, width), such as (512, 512), or a dict of call arguments"
+    raise UsageError(f"{shape!r:.60} is not a valid warmup shape", hint=hint)

@@ -83,25 +83,26 @@ class _CfgSplit:
         except Exception as error:
             if isinstance(error, AnyaccelError) or is_out_of_memory(error):
                 raise  # not caused by the split
-            reason = f"a half fails with {type(error).__name__}: {error}"
+            reason = f"the model cannot run half of the batch: {type(error).__name__}: {error}"
         if not reason:
             self.compared.add(rows)
             return whole
         if self.required:
             raise UsageError(
-                f"parallel='cfg' would change the result: the halves and the full batch differ ({reason})",
+                f"parallel='cfg' cannot be used with this model, because it would change the result: {reason}",
                 hint="load the pipeline again and omit parallel",
             )
         self.disabled = True
-        _LOG.warning("anyaccel: guidance is not split across ranks, each rank runs the whole batch: %s", reason)
+        _LOG.warning("anyaccel: guidance is not split across ranks, so each rank runs the whole batch: %s", reason)
         return whole
 
     def _warn_unsplit(self, rows: int) -> None:
         if not self.warned and not self.disabled:
             self.warned = True
             _LOG.warning(
-                "anyaccel: parallel='cfg' cannot split a batch of %d: guidance is off, or the pipeline runs both "
-                "halves one after the other; both ranks do the same work",
+                "anyaccel: parallel='cfg' cannot split a batch of %d, so both ranks do the same work: guidance is "
+                "off, or "
+                "the pipeline runs the guidance branches one after the other",
                 rows,
             )
 
@@ -127,12 +128,12 @@ def _find_difference(whole: Any, joined: Any) -> str:
     """Describe how two outputs differ; return an empty string if they differ only by rounding errors."""
     for expected, actual in zip(_list_tensors(whole), _list_tensors(joined), strict=True):
         if expected.shape != actual.shape:
-            return f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+            return f"the output of the two halves has shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
         if expected.is_floating_point():
             difference, largest = float((expected - actual).abs().max()), float(expected.abs().max())
             # `not <=` instead of `>`, because NaN must count as a difference.
             if not difference <= _TOLERANCES.get(expected.dtype, _HALF_PRECISION_TOLERANCE) * max(largest, 1e-6):
-                return f"the largest difference is {difference:.2g}, the largest value {largest:.2g}"
+                return f"the output of the two halves differs by up to {difference:.2g} at a maximum of {largest:.2g}"
     return ""
 
 

@@ -131,7 +131,8 @@ def join_ranks(opened: OpenDevice, plan: Plan) -> None:
     distributed.all_gather_object(summaries, summary)
     if len(set(summaries)) > 1:
         differences = "; ".join(f"rank {rank}: {summary}" for rank, summary in enumerate(summaries))
-        raise UsageError(f"the ranks have different plans: {differences}", hint="pass dtype= and parallel= explicitly")
+        hint = "pass the same dtype= and parallel= explicitly on every rank"
+        raise UsageError(f"the ranks have different plans: {differences}", hint=hint)
 
 
 def _destroy_group() -> None:
@@ -146,7 +147,7 @@ def check_splits(pipe: Any, split: Split | None) -> None:
         if before is not None and before != split:
             raise UsageError(
                 f"{name} is already split with parallel='{before}', and the split cannot be changed",
-                hint="load the pipeline again",
+                hint="load the pipeline again to split it differently",
             )
 
 
@@ -228,4 +229,5 @@ def run_split(pipe: Any, split: Split | None, run: Callable[[], T]) -> T:
     try:
         return run()
     except AssertionError as error:
-        raise UsageError(f"a sequence is too short for parallel='{split}': {error}", hint="use fewer ranks") from error
+        hint = "use fewer processes, or a larger image size"
+        raise UsageError(f"a sequence is too short for parallel='{split}': {error}", hint=hint) from error

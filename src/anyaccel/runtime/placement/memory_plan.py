@@ -18,6 +18,7 @@ from anyaccel.planning.memory import (
     MemoryRule,
     Residence,
     choose_residence,
+    describe_weights_need,
     list_residences,
     list_rules,
     make_forecast,
@@ -169,19 +170,22 @@ def plan_weights(pipe: Any, placement: Placement) -> Decision[MemoryRule]:
     capacity = find_capacity(pipe, placement)
     is_sharded = split is not None and split.strategy == "tensor"  # sharded weights cannot be offloaded
     requested, unified = "resident" if is_sharded else placement.options.memory, placement.opened.sheet.unified_memory
+    why = "sharded weights stay on the device" if is_sharded else f"memory={requested!r} was requested"
     if capacity is None:
-        reason = "requested" if requested else "the device does not report its memory"
+        reason = why if requested else "the device does not report its memory size"
         return Decision(MemoryRule(requested or "resident"), reason)  # type: ignore[arg-type]
     total = sum(weights.values())
     if requested == "resident" and total > capacity:
+        # Sharded weights cannot be offloaded, so another memory mode would not help.
+        option = f"parallel='{split}'" if is_sharded else "memory='resident'"
+        other = "phase" if unified else "component"
         raise DoesNotFitError(
-            f"memory='resident' does not fit: the weights of {type(pipe).__name__} are {readable(total)}, and "
-            f"{placement.plan.device} has {readable(capacity)}",
-            hint=f"omit memory, or use memory='{'phase' if unified else 'component'}'",
+            f"{type(pipe).__name__} does not fit with {option}: its weights require {readable(total)}, but "
+            f"{placement.plan.device} has only {readable(capacity)}",
+            hint="use more devices" if is_sharded else f"omit memory, or use memory='{other}'",
         )
     if requested:
-        why = "sharded weights stay on the device" if is_sharded else f"memory={requested!r} was requested"
-        reason = f"{why}; the weights need {readable(total)} of the {readable(capacity)} available"
+        reason = f"{why}; {describe_weights_need(total, capacity)}"
         return Decision(MemoryRule(requested), reason)  # type: ignore[arg-type]
     return choose_residence(weights, capacity, list_pipeline_residences(pipe, placement))
 
@@ -230,7 +234,11 @@ def make_does_not_fit_error(
 ) -> DoesNotFitError:
     """Return the error for a call that does not fit; its hint names a smaller size that fits, if any."""
     smaller = _find_smaller(pipe, placement, request, rules, capacity) if rules and capacity else None
-    hint = f"use {smaller[0]} × {smaller[1]}, which fits" if smaller else "use a device with more memory"
+    hint = (
+        f"use {smaller[0]} × {smaller[1]}, which fits"
+        if smaller
+        else "use a device with more memory, or a smaller image size"
+    )
     return DoesNotFitError(
         f"{type(pipe).__name__} at {shape_of(request)} does not fit on {placement.plan.device}: {reason}", hint=hint
     )

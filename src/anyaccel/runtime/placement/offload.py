@@ -114,8 +114,8 @@ def make_lost_change_error(name: str) -> UsageError:
     """Return the error for a model with weights that were changed while they were offloaded."""
     return UsageError(
         f"the weights of {name} were changed while they were offloaded, and the change is lost",
-        hint='restore them with pipe.to("cpu", memory="resident"), change them there, then place the pipeline again; '
-        "delete any adapter that was added to the model directly, and load it through the pipeline",
+        hint='call pipe.to("cpu", memory="resident"), change the weights again, then place the pipeline on the device; '
+        "if an adapter was added directly to the model, delete it and load it through the pipeline",
     )
 
 

@@ -147,7 +147,7 @@ def _choose_rule(pipe: Any, placement: Placement, request: CallRequest, rules: l
         load_outcome(_outcome_key(pipe, placement, request), find_capacity(pipe, placement)) if has_outcome() else None
     )
     if outcome in rules:
-        chosen = CallPlan(Decision(outcome, "faster memory modes ran out of memory for this shape earlier"))
+        chosen = CallPlan(Decision(outcome, "faster memory modes ran out of memory in an earlier call with this shape"))
     else:
         chosen = plan_call(pipe, placement, request, rules)
     placement.call_plans[shape] = chosen
@@ -180,7 +180,7 @@ def apply_rule(pipe: Any, placement: Placement, decision: Decision[MemoryRule], 
     if rule.savings.sliced_attention:
         options = replace(placement.options, attention_slicing="max")
         attention = choose_attention(sheet, options, int(getattr(torch, plan.dtype.value).itemsize))
-        attention = replace(attention, reason="attention for all heads together does not fit into memory")
+        attention = replace(attention, reason="attention over all heads at the same time does not fit in memory")
     report = placement.report
     report.memory = None if decision == plan.memory else decision
     report.forecast = call.forecast if call else None

@@ -94,8 +94,9 @@ def _set_variables(sheet: Sheet, options: PlacementOptions) -> None:
         # The vendor's software reads it only once, when it is imported.
         if before not in (None, value) and any(module in sys.modules for module in sheet.modules):
             raise UsageError(
-                f"{sheet.title} was started with {name}={before}, but mode={options.mode!r} requires {value}",
-                hint=f"set {name}={value} before the program starts",
+                f"mode={options.mode!r} requires {name}={value}, but the software for {sheet.title} was already "
+                f"imported with {name}={before}",
+                hint=f"set {name}={value} in the environment before the program starts",
             )
         os.environ[name] = value
 
@@ -220,7 +221,7 @@ def _explain_smaller_dtype(smaller: str, chosen: str, error: DoesNotFitError) ->
 
 def _plan_weights(pipe: Any, draft: Placement, offloaded: Residence | None) -> Placement:
     """Return a copy of a draft placement with a memory decision based on the device's free memory."""
-    rule = Decision(MemoryRule(offloaded), "requested") if offloaded else plan_weights(pipe, draft)
+    rule = Decision(MemoryRule(offloaded), "offloading was requested") if offloaded else plan_weights(pipe, draft)
     plan = replace(draft.plan, memory=rule)
     placement = Placement(draft.opened, draft.device, plan, draft.options, loaded=draft.loaded, weights_rule=rule)
     placement.residence, placement.offloaded_by_user = offloaded, offloaded is not None
@@ -252,7 +253,7 @@ def _move(pipe: Any, placement: Placement, move: Any) -> None:
         if not following or placement.options.memory is not None:
             raise DoesNotFitError(
                 f"{type(pipe).__name__} does not fit on {placement.plan.device}: {reason}",
-                hint="use a device with more memory",
+                hint=f"{'omit memory, or ' if placement.options.memory else ''}use a device with more memory",
             )
         placement.weights_rule = placement.report.memory = Decision(MemoryRule(following[0]), reason)
 

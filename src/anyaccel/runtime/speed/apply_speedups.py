@@ -112,7 +112,7 @@ def _skip_steps(pipe: Any, placement: Placement) -> Iterator[None]:
             set_override(model, Slot.STEP_SKIPPING, functools.partial(_run_or_reuse, id(model)))
         yield
     text = f"{skipper.run} denoiser runs, {skipper.reused} outputs reused" if skipper.reused else "every step ran"
-    placement.report.step_skipping = Decision(text, "in the last call")
+    placement.report.step_skipping = Decision(text, "observed in the last call")
 
 
 def _run_or_reuse(model_id: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -130,7 +130,7 @@ def load_compiled(pipe: Any, placement: Placement, speed: SpeedState, shape: str
     payload = load_payload(key)
     if payload is None:
         return key
-    message = "torch cannot read it"
+    message = "torch cannot read the cache entry"
     try:
         # With the same cache directory as during the call: torch unpacks the artifacts there.
         with compile_cache_env(placement), drop_log_records(CACHE_LOGGER):
@@ -140,7 +140,7 @@ def load_compiled(pipe: Any, placement: Placement, speed: SpeedState, shape: str
     if loaded is not None:
         speed.cache_outcomes["loaded"] += 1
         return None
-    _LOG.warning("anyaccel: cannot load compiled code from the cache, compiling again: %s", message)
+    _LOG.warning("anyaccel: cannot load compiled code from the cache, so the models are compiled again: %s", message)
     remove_payload(key)
     return key
 
@@ -165,7 +165,7 @@ def _compile(pipe: Any, placement: Placement, speed: SpeedState) -> None:
     if speed.compiled or not is_worth_compiling(policy, seconds_per_image, speed.images, expected_images):
         return
     if is_sliced:  # graphs contain the attention of the plan, not the slices that this size needs
-        reason = "not compiled at this size: attention is sliced to fit into memory"
+        reason = "not compiled at this size: attention is sliced to fit in memory"
         placement.report.not_compiled = Decision(tuple(find_denoisers(pipe, placement)), reason)
         return
     speed.compiled, placement.report.not_compiled = True, None

@@ -51,7 +51,9 @@ def compile_components(
     placement.cache_dir = None if cache_dir is None else str(Path(cache_dir).expanduser().absolute())
     if placement.cache_dir and not rule.cache_variable:
         raise UsageError(
-            f"{placement.plan.title} does not support a custom compile cache directory", hint="omit cache_dir"
+            f"{placement.plan.title} does not support cache_dir={placement.cache_dir!r}: its compile cache cannot be "
+            "moved",
+            hint="omit cache_dir",
         )
     fullgraph = rule.fullgraph if fullgraph is None else fullgraph
     with _restore_env(rule.cache_variable):
@@ -113,7 +115,7 @@ def _select_models(pipe: Any, names: Sequence[str] | str | None) -> list[str]:
         return models
     for name in requested:
         if name not in models:
-            raise UnknownComponentError(f"the pipeline has no model {name!r}", hint=nearest(name, models))
+            raise UnknownComponentError(f"the pipeline has no model named {name!r}", hint=nearest(name, models))
     return requested
 
 
@@ -230,7 +232,7 @@ def record_shape(placement: Placement, request: CallRequest) -> None:
         return
     if sizes and rule.static:
         _LOG.warning(
-            "anyaccel: compiling for a new size, %s; already compiled: %s",
+            "anyaccel: compiling for the new size %s; sizes already compiled: %s",
             size,
             "; ".join(sizes),
         )

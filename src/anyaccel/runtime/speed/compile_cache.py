@@ -151,7 +151,7 @@ def _parse(path: Path, content: bytes) -> tuple[CacheEntry, bytes]:
     header, _, payload = content.removeprefix(_MAGIC).partition(b"\n")
     try:
         if not content.startswith(_MAGIC):
-            raise ValueError("unknown format")
+            raise ValueError(f"the file does not start with {_MAGIC!r}")
         key, sha256, created, took_s = _parse_header(header)
     except ValueError:
         return CacheEntry(path, {}, len(content), 0.0, 0.0, "invalid header"), b""
@@ -167,10 +167,10 @@ def _parse_header(content: bytes) -> tuple[dict[str, str], str, float, float]:
         header: dict[str, Any] = json.loads(content)
         key, sha256, created, took_s = header["key"], header["sha256"], header["created"], header["took_s"]
         if not isinstance(sha256, str) or not all(isinstance(item, str) for pair in key.items() for item in pair):
-            raise ValueError("the key and the checksum must be strings")
+            raise ValueError("`key` must map strings to strings, and `sha256` must be a string")
         json.dumps(key, ensure_ascii=False).encode()  # lone surrogates cannot be printed
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError("invalid header") from error
+        raise ValueError("expected a JSON object with `key`, `sha256`, `created` and `took_s`") from error
     return key, sha256, _parse_number(created, _MAX_CREATED), _parse_number(took_s, _MAX_TOOK_S)
 
 
@@ -203,7 +203,7 @@ def import_entries(path: Path) -> tuple[int, int, list[str]]:
     except (tarfile.TarError, EOFError, OSError) as error:
         raise UsageError(
             f"{path} is not a valid cache archive: {error}",
-            hint="export it again with `anyaccel cache export` of this version",
+            hint="create it again with `anyaccel cache export` from the same version of anyaccel",
         ) from error
     imported, existing, rejected = 0, 0, []
     for name, content in contents.items():
@@ -229,7 +229,7 @@ def _read_members(archive: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
             raise tarfile.TarError(f"{member.name!r} is not a cache entry")
         total += member.size
         if total > _MAX_IMPORT_BYTES:
-            raise tarfile.TarError(f"the archive is larger than {_MAX_IMPORT_BYTES} bytes")
+            raise tarfile.TarError(f"the total size of the entries exceeds {_MAX_IMPORT_BYTES:,} bytes")
         content = archive.extractfile(member)
         yield member.name, b"" if content is None else content.read()
 

@@ -59,7 +59,7 @@ class CompiledForward:
         if type(module) is not self._class:
             self._fall_back(module, "its class was replaced after compilation")
         elif self._hooks.has_foreign_forward():
-            self._fall_back(module, "another library replaced the forward of the model or of a layer")
+            self._fall_back(module, "another library replaced the forward method of the model or of a layer")
         elif self._code.changed():
             self._fall_back(module, "its code was patched after compilation")
 
@@ -71,7 +71,7 @@ class CompiledForward:
         if self._hooks.any():
             if self._compiled is None:
                 # Hooks of layers inside compiled blocks would not run.
-                self._fall_back(module, "layers have hooks")
+                self._fall_back(module, "some layers have hooks")
             return forward(*args, **kwargs)
         try:
             return forward(*args, **kwargs) if self._compiled is None else self._compiled(module, *args, **kwargs)

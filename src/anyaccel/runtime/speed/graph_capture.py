@@ -116,7 +116,7 @@ class GraphCapture:
         if module.training:
             return "the model is in training mode"
         if count_dispatch_modes() or _has_foreign_modes():
-            return "a torch mode is active"
+            return "another torch function or dispatch mode is active"
         return None
 
     def _run_or_replay(self, forward: Forward, args: Any, kwargs: Any) -> Any:
@@ -182,7 +182,7 @@ class GraphCapture:
         elif not _are_same(leaves, tree_flatten((args, kwargs))[0]):
             shape.failure = "the model modifies its arguments"
         # A large share of launch time means that replaying will help.
-        timing = f"kernel launches take {1e3 * (launched - start):.1f} of {1e3 * (done - start):.1f} ms"
+        timing = f"kernel launches take {1e3 * (launched - start):.1f} of the {1e3 * (done - start):.1f} ms of a run"
         self.status = shape.failure or timing
         return output
 
@@ -196,8 +196,9 @@ class GraphCapture:
         captured = False
         try:
             shape.output, shape.replay = self.recorder.record(lambda: _run(forward, spec, leaves, shape.inputs))
-            if not all(isinstance(leaf, (torch.Tensor, *_PLAIN_TYPES)) for leaf in tree_flatten(eager)[0]):
-                raise RuntimeError("the output has an unknown type that may contain tensors")
+            for leaf in tree_flatten(eager)[0]:
+                if not isinstance(leaf, (torch.Tensor, *_PLAIN_TYPES)):
+                    raise RuntimeError(f"the output has the type {type(leaf).__name__}, which may contain tensors")
             if not _is_close(self._replay(shape, tensors), eager, self.recorder.tolerance):
                 raise RuntimeError("the replay does not match the eager result")
             captured = True
@@ -247,7 +248,7 @@ def _make_leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
     if not isinstance(leaf, _PLAIN_TYPES):
-        raise TypeError(f"{type(leaf).__name__} may contain tensors")
+        raise TypeError(f"cannot compare an argument of type {type(leaf).__name__}, which may contain tensors")
     return type(leaf), leaf
 
 

@@ -39,8 +39,8 @@ def quantize_denoisers(pipe: Any, placement: Placement) -> None:
             if is_out_of_memory(error):
                 raise
             message = first_line(error)
-            _LOG.warning("anyaccel: %s is not quantized: %s", name, message)
-            placement.report.quantization = Decision("", f"not supported: {message}")
+            _LOG.warning("anyaccel: %s cannot be quantized: %s", name, message)
+            placement.report.quantization = Decision("", f"{name} cannot be quantized: {message}")
             return
         # Set before the first layer: if memory runs out halfway, the model is already partly quantized.
         vars(model)[_QUANTIZED_ATTRIBUTE] = placement.plan.quantization.value
@@ -85,7 +85,7 @@ def check_not_quantized(pipe: Any, operation: str) -> None:
     for name, model in find_models(pipe).items():
         if is_quantized(model):
             raise UsageError(
-                f"{operation} requires the original weights of {name}, but speed= quantized them to "
+                f"{operation} requires the original weights of {name}, but an earlier call quantized them to "
                 f"{vars(model)[_QUANTIZED_ATTRIBUTE]}",
-                hint="load the pipeline again and do this before the first call with speed=",
+                hint="load the pipeline again, and change it before its first call with speed='fast' or speed='draft'",
             )

@@ -63,8 +63,9 @@ class ComplexPair(Tensor):
             return special(func, args, kwargs)
         if func.overloadpacket not in _PARTWISE:
             raise LimitError(
-                f"the device has no complex dtypes, and {func.overloadpacket} has no real-valued replacement",
-                hint="run the model on a different device, and report which model needs this operation",
+                "the device does not support complex dtypes, and anyaccel has no real-valued replacement for "
+                f"{func.overloadpacket}",
+                hint="run the model on a different device, and report the model and the operation to anyaccel",
             )
         return _apply_to_parts(func, args, kwargs)
 

@@ -64,12 +64,15 @@ def describe_invalid(error: RequestValidationError | ValidationError) -> ApiErro
     path = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
     name, kind, message = ".".join(path), str(first["type"]), str(first["msg"])
     if kind == "json_invalid":
-        return ApiError(400, "invalid_json", f"the body is not valid JSON: {message}")
+        return ApiError(400, "invalid_json", f"the request body is not valid JSON: {message}")
     if kind == "extra_forbidden":
         return ApiError(400, "unknown_parameter", f"unknown parameter {name[:60]!r}", param=name[:60])
     # Without a JSON content type, FastAPI passes the raw bytes to pydantic.
     if not name and kind in ("model_attributes_type", "dict_type", "model_type"):
-        return ApiError(400, "invalid_value", "the body must be a JSON object with Content-Type: application/json")
+        return ApiError(
+            400, "invalid_value", "the request body must be a JSON object with Content-Type: application/json"
+        )
     if kind == "missing":
-        return ApiError(400, "missing_required_parameter", f"{name or 'the body'} is missing", param=name or None)
-    return ApiError(400, "invalid_value", f"{name or 'the body'}: {message}", param=name or None)
+        missing = f"the parameter {name!r}" if name else "the request body"
+        return ApiError(400, "missing_required_parameter", f"{missing} is missing", param=name or None)
+    return ApiError(400, "invalid_value", f"{name or 'the request body'}: {message}", param=name or None)

@@ -80,10 +80,10 @@ def check_image(content: bytes, name: str, limits: ServerLimits) -> tuple[int, i
             # The orientation may swap the sides, and the result has the size that the user sees.
             width, height = ImageOps.exif_transpose(image).size
     except Image.DecompressionBombError as error:
-        message = f"{name} has more than {limits.max_pixels} pixels"
+        message = f"{name} has more than {limits.max_pixels} pixels; send a smaller image"
         raise ApiError(400, "image_too_large", message, param=name) from error
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
-        raise ApiError(400, "invalid_image", f"{name} is not a complete PNG, JPEG or WebP image", param=name) from error
+        raise ApiError(400, "invalid_image", f"{name} is not a valid PNG, JPEG or WebP image", param=name) from error
     return width, height
 
 
@@ -100,7 +100,8 @@ def make_job_spec(
     """
     facts = _find_model(request, models)
     if task not in facts.tasks:
-        raise ApiError(400, "unsupported_task", f"{facts.name} does not support the task {task!r}", param="model")
+        message = f"{facts.name} does not support the task {task!r}; supported tasks: {', '.join(facts.tasks)}"
+        raise ApiError(400, "unsupported_task", message, param="model")
     _check_limits(request, limits)
     width, height = _find_size(request, facts, limits, image_size)
     values: dict[str, Any] = {
@@ -111,13 +112,15 @@ def make_job_spec(
     }
     for name, value in values.items():
         if value is not None and name not in facts.parameters[task]:
-            raise ApiError(400, "unsupported_parameter", f"{facts.name} does not support {name}", param=name)
+            raise ApiError(
+                400, "unsupported_parameter", f"{facts.name} does not support the parameter {name}", param=name
+            )
     for name, value in (("num_inference_steps", facts.steps), ("guidance_scale", facts.guidance)):
         if values[name] is None and name in facts.parameters[task]:
             values[name] = value  # recorded in the job, because the default depends on the model's version
     _check_strength(values, facts.parameters[task])
     if request.lora is not None and request.lora not in facts.loras:
-        hint = nearest(request.lora, facts.loras) if facts.loras else "no LoRA is served"
+        hint = nearest(request.lora, facts.loras) if facts.loras else "this service provides no LoRA"
         raise ApiError(400, "unknown_lora", f"unknown LoRA {request.lora[:60]!r}: {hint}", param="lora")
     seed = secrets.randbits(_SEED_BITS) if request.seed is None else request.seed
     return JobSpec(
@@ -201,15 +204,15 @@ def _find_size(
         except UsageError as error:
             raise ApiError(400, "invalid_size", f"{error.message}: {error.hint}", param="size") from error
     if width * height > limits.max_pixels:
-        side = math.isqrt(limits.max_pixels)
-        message = f"{width}x{height} exceeds the limit of {limits.max_pixels} pixels (for example {side}x{side})"
+        side = math.isqrt(limits.max_pixels) // facts.multiple * facts.multiple
+        message = f"{width}x{height} exceeds the limit of {limits.max_pixels} pixels; use at most {side}x{side}"
         raise ApiError(400, "invalid_size", message, param="size")
     if width % facts.multiple or height % facts.multiple:
         message = f"width and height must be multiples of {facts.multiple} for {facts.name}, not {width}x{height}"
         raise ApiError(400, "invalid_size", message, param="size")
     if facts.fixed_sizes and (width, height) not in facts.sizes:
         sizes = ", ".join(f"{compiled[0]}x{compiled[1]}" for compiled in facts.sizes)
-        message = f"{width}x{height} is not compiled for {facts.device}; available sizes: {sizes}"
+        message = f"the size {width}x{height} is not available on {facts.device}; available sizes: {sizes}"
         raise ApiError(400, "invalid_size", message, param="size")
     return width, height
 

@@ -56,13 +56,14 @@ async def list_models(service: ServiceOf) -> dict[str, Any]:
     return {"object": "list", "data": models}
 
 
-# `:path`, because Hub ids contain a slash.
+# `:path`, because Hub IDs contain a slash.
 @router.get("/models/{name:path}", summary="Describe one model", responses={401: _ERRORS[401], 404: _ERRORS[404]})
 async def show_model(name: str, service: ServiceOf) -> dict[str, Any]:
     """Return a model's device, tasks, image sizes and defaults."""
     facts = service.dispatcher.models.get(name)
     if facts is None:
-        raise ApiError(404, "model_not_found", f"unknown model {name[:80]!r}", param="model")
+        message = f"unknown model {name[:80]!r}; list the models with GET /v1/models"
+        raise ApiError(404, "model_not_found", message, param="model")
     return describe_model(facts, service.created)
 
 
@@ -188,9 +189,8 @@ async def _stream(service: Service, request: Request, job: Job, detached: bool) 
 async def _read_form(request: Request) -> tuple[EditRequest, dict[str, bytes]]:
     content_type = request.headers.get("content-type", "")
     if not content_type.startswith("multipart/form-data"):
-        raise ApiError(
-            415, "unsupported_media_type", "send edits as multipart/form-data with the image in the field `image`"
-        )
+        message = "the Content-Type must be multipart/form-data, with the image in the field `image`"
+        raise ApiError(415, "unsupported_media_type", message)
     fields: dict[str, str] = {}
     images: dict[str, bytes] = {}
     form: FormData
@@ -199,16 +199,17 @@ async def _read_form(request: Request) -> tuple[EditRequest, dict[str, bytes]]:
             if isinstance(value, UploadFile):
                 argument = _FILE_FIELDS.get(name)
                 if argument is None:
-                    raise ApiError(400, "unknown_parameter", f"unknown file {name[:60]!r}", param=name[:60])
+                    message = f"unknown file field {name[:60]!r}; use `image` and `mask`"
+                    raise ApiError(400, "unknown_parameter", message, param=name[:60])
                 if argument in images:
                     raise ApiError(400, "too_many_images", "only one image can be edited per request", param="image")
                 images[argument] = await value.read()
             elif name in _FILE_FIELDS:
-                raise ApiError(400, "invalid_image", f"{name} must be a file", param=name)
+                raise ApiError(400, "invalid_image", f"the field {name!r} must be a file upload", param=name)
             else:
                 fields[name] = value
     if "image" not in images:
-        raise ApiError(400, "missing_required_parameter", "image is missing", param="image")
+        raise ApiError(400, "missing_required_parameter", "the file field 'image' is missing", param="image")
     try:
         # Form values are strings, which the model's strict mode would reject.
         return EditRequest.model_validate_strings(fields), images

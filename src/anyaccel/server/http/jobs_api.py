@@ -103,10 +103,10 @@ async def fetch(
         job = await service.find(request, job_id)
     files = [] if job is None else (job.result or {}).get("files", [])
     if job is None or not 0 <= index < len(files):
-        raise ApiError(404, "image_not_found", "unknown image")
+        raise ApiError(404, "image_not_found", f"{job_id} has no image {index}, or it has expired")
     file = service.jobs.find_file(job, files[index])
     if file is None or not file.is_file():  # deleted or expired since the job was read
-        raise ApiError(404, "image_not_found", "unknown image")
+        raise ApiError(404, "image_not_found", f"image {index} of {job_id} has expired")
     headers = {"cache-control": "private, max-age=86400, immutable", "x-content-type-options": "nosniff"}
     return FileResponse(file, media_type=_MEDIA_TYPES[file.suffix[1:]], headers=headers)
 

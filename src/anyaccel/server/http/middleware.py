@@ -64,11 +64,12 @@ class RequestMiddleware:
         host = headers.get("host", "")
         # DNS rebinding: a web site can make its own host name resolve to 127.0.0.1, so check the name as well.
         if is_loopback(settings.host) and not is_loopback(_strip_port(host)):
-            raise ApiError(403, "wrong_host", "this service accepts only requests to localhost")
+            message = f"this service accepts only requests to localhost, not to {host[:80]!r}"
+            raise ApiError(403, "wrong_host", message)
         # CSRF: browsers send Origin with cross-origin requests; other clients usually send none.
         origin = headers.get("origin")
         if origin is not None and origin.partition("//")[2] != host:
-            raise ApiError(403, "wrong_origin", "requests from other origins are not allowed")
+            raise ApiError(403, "wrong_origin", f"requests from the origin {origin[:80]!r} are not allowed")
         if settings.keys:
             scope["state"]["owner"] = self._find_owner(scope, headers)
 
@@ -115,7 +116,7 @@ class RequestMiddleware:
                 # A deadline for the whole body: a timeout per chunk would not stop a client that sends byte by byte.
                 message = await asyncio.wait_for(receive(), max(0.01, deadline - time.monotonic()))
             except TimeoutError as error:
-                message_text = f"the request was not complete after {limits.body_s:.0f} s"
+                message_text = f"the request body was not complete after {limits.body_s:.0f} s"
                 raise ApiError(408, "request_timeout", message_text, headers={"Connection": "close"}) from error
             if message["type"] == "http.disconnect":
                 raise _ClientStalledError

@@ -90,7 +90,7 @@ class Service:
         owner = str(request.state.owner)
         key = request.headers.get("idempotency-key")
         if key is not None and not 0 < len(key) <= 255:
-            raise ApiError(400, "invalid_value", "the Idempotency-Key must have 1 to 255 characters")
+            raise ApiError(400, "invalid_value", f"the Idempotency-Key must have 1 to 255 characters, not {len(key)}")
         try:
             job, new = await run_in_threadpool(
                 self.jobs.submit,
@@ -115,9 +115,8 @@ class Service:
             message = "the service cannot store the request; its disk may be full"
             raise ApiError(503, "storage", message, headers={"Retry-After": "30"}) from error
         except KeyTakenError as error:
-            raise ApiError(
-                409, "idempotency_key_reused", "the Idempotency-Key was used for a different request"
-            ) from error
+            message = "the Idempotency-Key was already used for a different request; use a new key"
+            raise ApiError(409, "idempotency_key_reused", message) from error
         request.state.job = job.id
         if new:
             self.traces.record_job(job.id, self.traces.read_parent(dict(request.headers)))
@@ -128,7 +127,7 @@ class Service:
         """Return a job by ID; raise `ApiError` if it does not exist or belongs to another client."""
         job = await run_in_threadpool(self.jobs.get, job_id, owner=str(request.state.owner))
         if job is None:
-            raise ApiError(404, "job_not_found", "unknown job; it may have expired")
+            raise ApiError(404, "job_not_found", f"unknown job {job_id[:60]!r}; it may have expired")
         return job
 
     async def follow(self, request: Request, job: Job) -> AsyncIterator[JobEvent | None]:
@@ -173,7 +172,7 @@ class Service:
         try:
             return [await run_in_threadpool(file.read_bytes) for file in files if file is not None]
         except FileNotFoundError as error:
-            raise ApiError(404, "job_not_found", "the images of the job have expired") from error
+            raise ApiError(404, "job_not_found", f"the images of {job.id} have expired") from error
 
     async def describe(self, job: Job) -> dict[str, Any]:
         """Return a job as a JSON-serializable dict.

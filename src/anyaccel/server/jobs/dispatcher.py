@@ -188,7 +188,7 @@ class Dispatcher:
             failed_starts = 0 if was_ready else failed_starts + 1
             if failed_starts >= _MAX_FAILED_STARTS or self.start_state.state == "broken":
                 self.start_state.state = "broken"
-                self.start_state.hint = self.start_state.hint or "see the worker's output above"
+                self.start_state.hint = self.start_state.hint or "see the output of the worker above"
                 return
             delay_s = 0.5 if was_ready else min(_MAX_RESTART_DELAY_S, 2 * delay_s)
             time.sleep(delay_s)
@@ -226,7 +226,9 @@ class Dispatcher:
                 self._handle_safely(message)
                 was_ready = was_ready or self.start_state.state == "ready"
             if not transport.self_healing and self._hangs():
-                _LOG.error("anyaccel: no progress for %.0f s; replacing the worker", self.settings.limits.hang_s)
+                _LOG.error(
+                    "anyaccel: the worker made no progress for %.0f s; replacing it", self.settings.limits.hang_s
+                )
                 self.metrics.worker_ends.labels("hang").inc()
                 return was_ready
             clean_up_due = time.monotonic() - cleaned_at > _CLEAN_UP_S
@@ -234,7 +236,7 @@ class Dispatcher:
             try:
                 self._clean_up() if clean_up_due else self._cancel_overdue_jobs()
             except Exception:  # noqa: BLE001 - a full disk must not stop the worker; the next pass retries
-                _LOG.exception("anyaccel: failed to clean up jobs")
+                _LOG.exception("anyaccel: failed to delete expired jobs or cancel overdue ones")
         return was_ready
 
     def _handle_safely(self, message: Any) -> None:
@@ -242,14 +244,14 @@ class Dispatcher:
         try:
             self._handle(message)
         except Exception:  # noqa: BLE001 - one bad message must not stop the service
-            _LOG.exception("anyaccel: failed to handle %s", type(message).__name__)
+            _LOG.exception("anyaccel: failed to handle a %s message from the worker", type(message).__name__)
             if isinstance(message, ImageDone | JobFailed | JobStopped):
                 self._unrecorded.add(message.job)  # `_clean_up` marks the job as failed
 
     def _clean_up(self) -> None:
         limits = self.settings.limits
         for job_id in list(self._unrecorded):
-            self._end(self._fail(job_id, "storage", "the result could not be stored", 500))
+            self._end(self._fail(job_id, "storage", "cannot store the result; see the service log", 500))
             self._unrecorded.discard(job_id)  # only after `_fail`, which raises while the disk is full
         self.jobs.expire(older_than_s=limits.keep_s, max_bytes=limits.keep_bytes)
 
@@ -267,7 +269,7 @@ class Dispatcher:
             self._transport = None
             self.running.clear()
             if not self.stopping and self.start_state.state != "broken":
-                self.start_state = StartState(message="the worker ended and is being restarted")
+                self.start_state = StartState(message="the worker exited and is being restarted")
         if self.stopping:
             self._requeue(count_attempt=False)
             return

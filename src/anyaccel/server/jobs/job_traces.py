@@ -31,7 +31,8 @@ class JobTraces:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
             raise UsageError(
-                "--otlp requires OpenTelemetry, which is not installed", hint="pip install 'anyaccel[serve]'"
+                "--otlp requires OpenTelemetry, which is not installed",
+                hint="install it with `pip install 'anyaccel[serve]'`",
             ) from error
         # The endpoint may be a base URL, as OTEL_EXPORTER_OTLP_ENDPOINT is, or the full URL of the traces.
         url = endpoint if endpoint.endswith("/v1/traces") else f"{endpoint.rstrip('/')}/v1/traces"

@@ -94,9 +94,14 @@ class JobStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         if folder.exists() and not folder.is_dir():
-            raise UsageError(f"{folder} is a file", hint="pass a folder to --data; it is created if it does not exist")
+            hint = "pass a folder to --data; it is created if it does not exist"
+            raise UsageError(f"{folder} is a file, not a folder", hint=hint)
         for name in ("results", "inputs"):
-            (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)  # images have prompts in their metadata
+            try:
+                (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)  # images have prompts in their metadata
+            except OSError as error:
+                hint = "pass a writable folder to --data"
+                raise UsageError(f"cannot create {folder / name}: {error.strerror}", hint=hint) from error
         self._lock = threading.RLock()
         self._file_lock = lock_file(
             folder / "lock", f"another service is using {folder}", "give each service its own --data folder"
@@ -232,8 +237,11 @@ class JobStore:
     def delete(self, job_id: str) -> None:
         """Delete a job and its files; raise `UsageError` if the job has not ended."""
         with self._writing():
-            if self._get(job_id).state not in ENDED:
-                raise UsageError(f"{job_id} has not finished", hint="cancel it first")
+            state = self._get(job_id).state
+            if state not in ENDED:
+                raise UsageError(
+                    f"{job_id} is still {state}", hint=f"cancel it first with POST /v1/jobs/{job_id}/cancel"
+                )
             self._database.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
         shutil.rmtree(self._folder_of(job_id), ignore_errors=True)
 
@@ -352,7 +360,9 @@ class JobStore:
 
     def _folder_of(self, job_id: str) -> Path:
         if not _ID.fullmatch(job_id):
-            raise UsageError(f"invalid job id {job_id!r:.60}", hint="use `job_` and 32 hexadecimal digits")
+            raise UsageError(
+                f"invalid job id {job_id!r:.60}", hint="a job id is `job_` followed by 32 hexadecimal digits"
+            )
         return self.folder / "results" / job_id
 
     @contextmanager
@@ -385,7 +395,9 @@ class JobStore:
     def _get(self, job_id: str) -> Job:
         job = self._find("id = ?", job_id)
         if job is None:
-            raise UsageError(f"unknown job {job_id!r:.60}", hint="it may have expired")
+            raise UsageError(
+                f"unknown job {job_id!r:.60}", hint="list the jobs with GET /v1/jobs; the job may have expired"
+            )
         return job
 
 
@@ -408,8 +420,8 @@ def _open_database(file: Path) -> sqlite3.Connection:
         )
         if tables and version != _VERSION:
             raise UsageError(
-                f"{file} was written by a different version of anyaccel",
-                hint="pass a different folder to --data, or move the file",
+                f"{file} has format version {version}, but this version of anyaccel supports only {_VERSION}",
+                hint="pass a different folder to --data, or move the file to another folder",
             )
         database.executescript(_SCHEMA)
         database.execute(f"PRAGMA user_version = {_VERSION}")
@@ -417,7 +429,8 @@ def _open_database(file: Path) -> sqlite3.Connection:
         database.close()
         raise UsageError(
             f"cannot read {file}: {error}",
-            hint="pass a different folder to --data, or move the file; the images are in `results` next to it",
+            hint="pass a different folder to --data, or move the file; the images are in the folder `results` next "
+            "to it",
         ) from error
     except UsageError:
         database.close()

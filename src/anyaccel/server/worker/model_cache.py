@@ -75,7 +75,9 @@ class ModelCache:
         if model is None:
             served = next((served for served in self.settings.models if served.name == name), None)
             if served is None:
-                raise UsageError(f"model {name} is no longer served", hint="use one of the models in /v1/models")
+                raise UsageError(
+                    f"model {name} is no longer served", hint="use one of the models that GET /v1/models lists"
+                )
             self.evicting = True
             self._evict_until_fits(served, is_stopped)
             model = self.load(served)

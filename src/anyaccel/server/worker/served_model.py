@@ -16,7 +16,7 @@ from anyaccel.errors import DoesNotFitError, NotFiniteError, UsageError
 from anyaccel.generation.call_validation import check_image_call, find_default, pick_images
 from anyaccel.generation.image import expected_metadata
 from anyaccel.generation.metadata import ImageMetadata
-from anyaccel.generation.model_cache import LoadedModel, load_uncached
+from anyaccel.generation.model_loading import LoadedModel, load_uncached
 from anyaccel.generation.request import make_request
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.progress import ProgressListener
@@ -301,7 +301,7 @@ class ServedModel:
         if not self.settings.loras:
             return
         if not hasattr(self.pipe, "load_lora_weights"):
-            raise UsageError(f"{type(self.pipe).__name__} does not support LoRA", hint="remove --lora")
+            raise UsageError(f"{type(self.pipe).__name__} does not support LoRA", hint="omit --lora")
         for lora in self.settings.loras:
             self.pipe.load_lora_weights(lora.model, adapter_name=lora.name)
         # Adapters stay loaded but disabled: `_switch_adapter` enables one per group of calls.

@@ -290,7 +290,7 @@ def make_load_failed(error: Exception) -> LoadFailed:
 
     if isinstance(error, AnyaccelError):
         return LoadFailed(error.message, error.hint)
-    return LoadFailed(f"{type(error).__name__}: {error}", "run `anyaccel check` on the model")
+    return LoadFailed(f"{type(error).__name__}: {error}", "run `anyaccel check MODEL` to find the cause")
 
 
 def make_job_failed(job: str, error: BaseException) -> JobFailed:

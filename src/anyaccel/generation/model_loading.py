@@ -106,7 +106,8 @@ def _choose_virtual_dtype(opened: OpenDevice, dtype: str | None) -> Decision[str
     slowdown = measure_half_precision().get(preferred, 1.0)
     if slowdown <= _SLOWDOWN_LIMIT:
         return None
-    return Decision("float32", f"virtual device: on this CPU {preferred} is {slowdown:.0f} times slower than float32")
+    reason = f"a virtual device runs on the CPU, where {preferred} takes {slowdown:.0f} times as long as float32"
+    return Decision("float32", reason)
 
 
 def _load_pipeline(

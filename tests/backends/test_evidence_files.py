@@ -9,7 +9,7 @@ import pytest
 import anyaccel
 from anyaccel.backends.claim import Claim, DtypeLimit, Limit, Unknown, Yes
 from anyaccel.backends.devices.neuron import SHEET as NEURON
-from anyaccel.backends.evidence import (
+from anyaccel.backends.evidence_files import (
     FOLDER,
     Finding,
     PipelineFinding,
@@ -81,7 +81,7 @@ def test_modified_file_raises() -> None:
         ("{", "", "is not a valid evidence file"),
         ('"format": 1', '"format": 99', "has format version 99, but this version of anyaccel supports only version 1"),
         ('"device": ', '"devise": ', "is not a valid evidence file"),
-        ('"agrees"', '"holds"', "unknown verdict holds"),
+        ('"agrees"', '"holds"', "unknown verdict 'holds'"),
     ],
 )
 def test_invalid_file_raises(old: str, new: str, message: str) -> None:
@@ -166,7 +166,7 @@ def test_files_of_other_or_virtual_devices_are_ignored(changes: dict[str, Any]) 
 
 
 def test_packaged_files_refer_to_claims_of_their_sheet() -> None:
-    assert load_verifications(), "at least the file of the CPU"
+    assert load_verifications(), "the CPU has at least one file"
     for file, verification in load_verifications().items():
         assert (ROOT / file).is_file()
         claims = dict(anyaccel.sheet(verification.device).claims())

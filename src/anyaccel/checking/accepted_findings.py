@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.checking.report import DeviceReport, Report, Violation
-from anyaccel.errors import UsageError
+from anyaccel.errors import UsageError, summarize_error
 
 __all__ = ["drop_known_findings", "read_baseline"]
 
@@ -24,8 +24,8 @@ def read_baseline(path: str) -> Counter[FindingKey]:
         return Counter(_make_key(name, entry) for name, device in devices.items() for entry in device["violations"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{path} is not a report from an earlier check: {error}",
-            hint=f"create one with `anyaccel check … --json > {path}`",
+            f"cannot read {path} as a check report: {summarize_error(error)}",
+            hint=f"create one with `anyaccel check MODEL --json > {path}`",
         ) from error
 
 

@@ -34,7 +34,7 @@ FORMAT = 1
 # The directory of the files in the repository.
 FOLDER = "src/anyaccel/backends/verified"
 _PACKAGED = Path(__file__).parent / "verified"
-_WRITE_AGAIN = "write a new one with `anyaccel devices NAME --verify`"
+_WRITE_AGAIN = "create a new one with `anyaccel devices NAME --verify`"
 
 # The result compared with the sheet; `new` if the sheet has no answer.
 Verdict: TypeAlias = Literal["agrees", "contradicts", "new", "not tried"]
@@ -170,7 +170,7 @@ def _build(content: dict[str, Any]) -> Verification:
     )
     unknown = {finding.verdict for finding in verification.findings} - set(get_args(Verdict))
     if unknown:
-        raise ValueError(f"unknown verdict {', '.join(sorted(unknown))}")
+        raise ValueError(f"unknown verdict {', '.join(map(repr, sorted(unknown)))}")
     return verification
 
 
@@ -187,12 +187,12 @@ def load_verifications(folder: Path = _PACKAGED) -> Mapping[str, Verification]:
         if verification.virtual or verification.device_name.startswith("virtual"):
             raise AnyaccelError(
                 f"{name} comes from a virtual device and is not evidence about the hardware",
-                hint="remove it, and run `anyaccel devices NAME --verify` on the real device",
+                hint="delete the file, and run `anyaccel devices NAME --verify` on the real device",
             )
         if not verification.signed_off_by:
             raise AnyaccelError(
-                f"{name} is not signed off",
-                hint="create it again with --signed-off-by NAME, the person to contact",
+                f"{name} is not signed off: its field signed_off_by is empty",
+                hint="create it again with `anyaccel devices NAME --verify --signed-off-by 'FULL NAME'`",
             )
         verifications[name] = verification
     return verifications
