@@ -27,7 +27,7 @@ def components_constructor(session: Session) -> Any:
 
 @usage(BUILD)
 def from_pipe_before_placing(session: Session) -> Any:
-    """diffusers' `from_pipe`, placed afterwards."""
+    """Diffusers' `from_pipe`, placed afterwards."""
     pipe = session.place(diffusers.AutoPipelineForImage2Image.from_pipe(session.make(place=False)))
     pipe.set_progress_bar_config(disable=True)
     return session.run(pipe, "stable-diffusion-image-to-image")

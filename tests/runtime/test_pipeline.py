@@ -197,3 +197,27 @@ def test_an_error_in_a_model_ends_the_call_and_does_not_affect_the_next(folder: 
             assert numpy.abs(pipe("a fox", seed=3, **CALL).images - expected).max() == 0
 
     use() if device == "cpu" else run_forked(device, use)
+
+
+def test_a_subclass_with_any_signature_gets_positional_arguments() -> None:
+    kind: Any = LIBRARY.StableDiffusionPipeline
+
+    class AnyArguments(kind):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            assert args[0] in ("a red fox", ["a red fox", "a bird"])
+            return super().__call__(*args, **kwargs)
+
+    def generators() -> list[torch.Generator]:
+        return [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+
+    source: Any = recipes()["stable-diffusion"].make()
+    plain = LIBRARY.StableDiffusionPipeline(**source.components)
+    pipe = anyaccel.place(AnyArguments(**source.components), "cpu", dtype="float32")
+    for each in (plain, pipe):
+        each.set_progress_bar_config(disable=True)
+    for prompt, extra in (("a red fox", {"generator": generators()[0]}), (["a red fox", "a bird"], {})):
+        values = {"generator": generators(), **CALL, **extra}
+        sizes = values.pop("height"), values.pop("width")
+        fresh = dict(values, generator=generators()[0] if extra else generators())
+        expected = plain(prompt, *sizes, **fresh).images
+        numpy.testing.assert_array_equal(pipe(prompt, *sizes, **values).images, expected)

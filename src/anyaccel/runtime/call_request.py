@@ -39,6 +39,8 @@ class CallRequest:
     """Names of the arguments that the pipeline accepts."""
     seeds: tuple[int, ...] = ()
     """One seed per image; empty if the call has none."""
+    positional: tuple[str, ...] = ()
+    """Names of the arguments that must be passed by position, because the pipeline's signature has `*args`."""
 
     @property
     def images(self) -> int:
@@ -49,6 +51,12 @@ class CallRequest:
     def per_prompt_name(self) -> str | None:
         """The name of the argument for images per prompt, such as `num_images_per_prompt`; None if absent."""
         return next((name for name in _PER_PROMPT if name in self.accepts), None)
+
+    def call(self, function: Callable[..., Any], pipe: Any) -> Any:
+        """Call the pipeline's `__call__` function with the arguments."""
+        arguments = dict(self.arguments)
+        positional = [arguments.pop(name) for name in self.positional]
+        return function(pipe, *positional, **arguments)
 
     def with_arguments(self, **changed: Any) -> CallRequest:
         """Return a copy of the request with the given arguments changed."""
@@ -66,8 +74,18 @@ def read_call_request(
     seed = kwargs.pop("seed", None)
     signature = inspect.signature(call)
     bound = signature.bind(pipe, *args, **kwargs)
-    arguments, accepts = {}, set()
+    arguments: dict[str, Any] = {}
+    accepts: set[str] = set()
+    positional: tuple[str, ...] = ()
     for name, parameter in list(signature.parameters.items())[1:]:  # without self
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            values = bound.arguments.get(name, ())
+            if values:
+                # Parameters before `*args` can then be passed only by position.
+                positional = (*arguments, *_name_values(pipe, len(arguments), values, bound.kwargs))
+                arguments.update(zip(positional[len(arguments) :], values, strict=True))
+                accepts.update(positional)
+            continue
         if parameter.kind is parameter.VAR_KEYWORD:
             arguments.update(bound.arguments.get(name, {}))
             accepts |= bound.arguments.get(name, {}).keys()
@@ -77,13 +95,32 @@ def read_call_request(
     accepts |= _block_inputs(pipe)
     integers = {name: to_integer(arguments.get(name)) for name in _INTEGERS}
     arguments.update({name: value for name, value in integers.items() if value is not None})
-    request = CallRequest(arguments, _count_prompts(arguments, accepts), 1, frozenset(accepts))
+    prompts = _count_prompts(arguments, accepts)
+    request = CallRequest(arguments, prompts, 1, frozenset(accepts), positional=positional)
     request = replace(request, per_prompt=_count_per_prompt(request, signature))
     if seed is None:
         return request
     if arguments.get("generator") is not None:
         raise UsageError("seed and generator cannot be used together", hint="pass either seed or generator")
     return replace(request, seeds=read_seeds(seed, request.images))
+
+
+def _name_values(pipe: Any, start: int, values: Sequence[Any], keywords: Mapping[str, Any]) -> list[str]:
+    """Return names for the values of `*args`, which usually go to the `__call__` of a base class.
+
+    The names are those of the base class's parameters; they are used to count and split the arguments.
+    """
+    known: list[str] = []
+    for base in type(pipe).__mro__:
+        function = vars(base).get("__call__")
+        kinds = {} if function is None else inspect.signature(function).parameters
+        if kinds and not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in kinds.values()):
+            known = list(kinds)[1:]
+            break
+    names = known[start : start + len(values)] + [
+        f"*args[{index}]" for index in range(max(0, len(known) - start), len(values))
+    ]
+    return [f"*args[{index}]" if name in keywords else name for index, name in enumerate(names)]
 
 
 def _block_inputs(pipe: Any) -> set[str]:

@@ -221,7 +221,7 @@ class _ChunkRun:
             self._apply_plan(source),
         ):
             try:
-                return self.call(self.pipe, **chunk.arguments), outputs
+                return chunk.call(self.call, self.pipe), outputs
             except ValueError as error:
                 if is_argument_error(error):
                     hint = "correct the argument and call the pipeline again"
