@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +18,33 @@ def make_recorder(index: int, pool: Any) -> Recorder:
     def record(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
         mode = "thread_local"  # "global" fails if another thread calls CUDA during the capture
-        with torch.cuda.device(index), torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
-            result = function()
+        try:
+            with torch.cuda.device(index), torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
+                result = function()
+        except BaseException:
+            _end_failed_capture(index, pool)
+            raise
         return result, graph.replay
 
     return Recorder(record, read_settings=_read_settings)
+
+
+def _end_failed_capture(index: int, pool: Any) -> None:
+    """Restore the state that torch leaves behind if a capture fails.
+
+    `CUDAGraph.capture_end` raises before it stops the allocation to the graph's memory pool and before it
+    resets the device's generator (aten/src/ATen/cuda/CUDAGraph.cpp, torch 2.11). Every later capture, and
+    every random function on the device, would then fail.
+    """
+    import torch
+
+    internals: Any = torch._C
+    with contextlib.suppress(RuntimeError):
+        internals._cuda_endAllocateToPool(index, pool)
+        internals._cuda_releasePool(index, pool)
+    # A capture that succeeds resets the generator.
+    with torch.cuda.device(index), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros(1, device=f"cuda:{index}")
 
 
 def _read_settings() -> tuple[Any, ...]:

@@ -69,6 +69,20 @@ class PipelineFinding:
     tolerance: float
     right: bool | None
     """Whether the image matches the CPU within the tolerance; None if the CPU cannot run the pipeline."""
+    mode: str = "eager"
+    """`eager`, `compiled`, `captured` or `fast`."""
+    fallback: str = ""
+    """Why a model was not compiled or not captured, or which part of `fast` had no effect."""
+    seconds: float | None = None
+    """The duration of the first call in this mode, including compilation."""
+    psnr_db: float | None = None
+    """For `fast`: the PSNR relative to the exact image; None if they are equal."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the finding as a dict, without the fields that were added later and have their default values."""
+        # Files from before these fields existed must keep their digest.
+        added = {"mode": "eager", "fallback": "", "seconds": None, "psnr_db": None}
+        return {name: value for name, value in asdict(self).items() if name not in added or value != added[name]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +136,8 @@ class Verification:
         )
 
     def _content(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self), "versions": dict(self.versions)}
+        pipelines = tuple(finding.as_dict() for finding in self.pipelines)
+        return {"format": FORMAT, **asdict(self), "versions": dict(self.versions), "pipelines": pipelines}
 
 
 def _format_value(value: Any) -> str:

@@ -45,6 +45,10 @@ def show_devices(
     pipelines: Annotated[
         str, typer.Option("--pipelines", metavar="few|all|none|RECIPE,…", help="With --verify: tiny pipelines to run.")
     ] = "few",
+    compiled: Annotated[
+        bool,
+        typer.Option("--compile", help="With --verify: also run the pipelines compiled, captured and with speed=fast."),
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="With --verify: skip the compiler probes.")] = False,
     jobs: Annotated[
         int | None, typer.Option("--jobs", metavar="N", help="With --verify: number of processes that run pipelines.")
@@ -62,12 +66,14 @@ def show_devices(
     if verify:
         from anyaccel.cli.verify import VerifyOptions, verify_device
 
-        options = VerifyOptions(pipelines=pipelines, quick=quick, jobs=jobs, signed_off_by=signed_off_by)
+        options = VerifyOptions(
+            pipelines=pipelines, quick=quick, compiled=compiled, jobs=jobs, signed_off_by=signed_off_by
+        )
         verify_device(name, options, output, force=force, as_json=as_json)
     # Without --verify these options have no effect; reject them instead of ignoring them.
-    elif output or signed_off_by or pipelines != "few" or quick or jobs is not None or force:
+    elif output or signed_off_by or pipelines != "few" or compiled or quick or jobs is not None or force:
         raise UsageError(
-            "--output, --signed-off-by, --pipelines, --quick, --jobs and --force require --verify",
+            "--output, --signed-off-by, --pipelines, --compile, --quick, --jobs and --force require --verify",
             hint="add --verify: `anyaccel devices NAME --verify`",
         )
     elif name is not None:

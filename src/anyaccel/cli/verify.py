@@ -37,6 +37,7 @@ class VerifyOptions:
 
     pipelines: str = "few"
     quick: bool = False
+    compiled: bool = False
     jobs: int | None = None
     signed_off_by: str = ""
 
@@ -52,9 +53,11 @@ def verify_device(name: str | None, options: VerifyOptions, output: Path | None,
         # A virtual device runs in a forked process, and the threads of torch do not survive a fork.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     file = _choose_file(name, output, force)
-    verification = _verify(name, options)
+    partial = file.with_name(f".{file.name}.partial")
+    verification = _verify(name, options, partial)
     # Written before it is printed: a closed pipe must not lose the results.
     atomic_write(file, verification.to_json())
+    partial.unlink(missing_ok=True)
     if as_json:
         print(verification.to_json(), end="")
     else:
@@ -64,7 +67,7 @@ def verify_device(name: str | None, options: VerifyOptions, output: Path | None,
         raise typer.Exit(1)
 
 
-def _verify(name: str, options: VerifyOptions) -> Verification:
+def _verify(name: str, options: VerifyOptions, partial: Path) -> Verification:
     from anyaccel.verification.verify import verify
 
     pipelines = [] if options.pipelines == "none" else options.pipelines
@@ -74,8 +77,10 @@ def _verify(name: str, options: VerifyOptions) -> Verification:
         name,
         pipelines=pipelines,
         quick=options.quick,
+        compiled=options.compiled,
         jobs=options.jobs,
         signed_off_by=options.signed_off_by.strip(),
+        partial_file=partial,
         on_message=lambda line: print(line, file=sys.stderr, flush=True),
     )
 
@@ -137,8 +142,9 @@ def _print_pipelines(console: Console, pipelines: tuple[PipelineFinding, ...]) -
     if not pipelines:
         return
     compared = [(finding.max_difference, finding) for finding in pipelines if finding.max_difference is not None]
-    correct = sum(finding.right is True for finding in pipelines)
-    console.print(f"\n[bold]Pipelines[/bold]: {correct} of {len(pipelines)} match the CPU image in float32")
+    console.print("\n[bold]Pipelines[/bold], in float32")
+    for mode in dict.fromkeys(finding.mode for finding in pipelines):
+        console.print(f"  {_summarize_mode(mode, [finding for finding in pipelines if finding.mode == mode])}")
     if compared:
         # Relative to its tolerance: recipes have different tolerances.
         difference, closest = max(compared, key=lambda pair: pair[0] / pair[1].tolerance)
@@ -149,6 +155,16 @@ def _print_pipelines(console: Console, pipelines: tuple[PipelineFinding, ...]) -
         if len(pipelines) <= _MAX_PIPELINE_LINES or finding.right is not True:
             color = {True: "green", False: "red", None: "dim"}[finding.right]
             console.print(f"  [{color}]{escape(describe_pipeline(finding))}[/{color}]")
+
+
+def _summarize_mode(mode: str, findings: list[PipelineFinding]) -> str:
+    """Return one line of text with the number of correct pipelines and of fallbacks in one mode."""
+    correct = sum(finding.right is True for finding in findings)
+    if mode == "fast":
+        return f"fast: {correct} of {len(findings)} run and give finite values"
+    fallbacks = sum(bool(finding.fallback) for finding in findings)
+    text = f"{mode}: {correct} of {len(findings)} match the CPU image"
+    return f"{text}; {fallbacks} with a fallback" if fallbacks else text
 
 
 def _summarize(verification: Verification, file: Path) -> list[str]:

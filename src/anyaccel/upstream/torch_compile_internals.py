@@ -21,12 +21,14 @@ __all__ = [
     "is_compiler_error",
     "is_recompiling",
     "is_tracing",
+    "leave_fake_mode",
     "load_dynamo",
     "parse_graph_break",
     "pause_gc_after_compile",
     "read_compile_times_s",
     "register_compiler",
     "remove_compiled_call",
+    "reset_dynamo",
     "restore_compiled_call",
     "set_ptxas_path",
     "skip_in_graphs",
@@ -102,6 +104,18 @@ def pause_gc_after_compile() -> AbstractContextManager[Any]:
     """
     config: Any = importlib.import_module("torch._dynamo.config")
     return config.patch(run_gc_after_compile=False) if hasattr(config, "run_gc_after_compile") else nullcontext()
+
+
+def reset_dynamo() -> None:
+    """Forget all code that Dynamo has compiled in this process."""
+    importlib.import_module("torch._dynamo").reset()
+
+
+def leave_fake_mode() -> AbstractContextManager[Any]:
+    """Return a context manager in which operations compute real values although a compiler is tracing."""
+    fake_tensor: Any = importlib.import_module("torch._subclasses.fake_tensor")
+    context: AbstractContextManager[Any] = fake_tensor.unset_fake_temporarily()
+    return context
 
 
 def find_compiler(name: str) -> Callable[..., Any]:

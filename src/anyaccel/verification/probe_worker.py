@@ -10,6 +10,7 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,15 +51,18 @@ class ProbeWorker:
 
     device: str
     quick: bool
+    compile_threads: int = 1
+    """Processes in which Inductor compiles kernels."""
     _worker: JsonLineWorker | None = None
 
     def probe_claim(self, name: str) -> Finding:
         """Probe one claim on the device's sheet in the worker process, and return the finding."""
         return Finding(**self._request({"claim": name}))
 
-    def probe_pipeline(self, name: str, threads: int) -> PipelineFinding:
-        """Run a recipe on the device and on the CPU, with `threads` CPU threads, and compare the images."""
-        return PipelineFinding(**self._request({"pipeline": name, "threads": threads}))
+    def probe_pipeline(self, name: str, threads: int, modes: Sequence[str]) -> list[PipelineFinding]:
+        """Run a recipe on the CPU, with `threads` threads, and on the device in each mode; compare the images."""
+        answer = self._request({"pipeline": name, "threads": threads, "modes": list(modes)})
+        return [PipelineFinding(**finding) for finding in answer["findings"]]
 
     def read_versions(self) -> dict[str, str]:
         """Return the versions of the libraries and the driver, as the worker process reports them."""
@@ -79,7 +83,8 @@ class ProbeWorker:
         if self._worker is None:
             # The worker must find the packages that a caller or a test has added to `sys.path`.
             path = os.pathsep.join(filter(None, sys.path))
-            self._worker = JsonLineWorker(__name__, self.device, str(int(self.quick)), env={"PYTHONPATH": path})
+            env = {"PYTHONPATH": path, "TORCHINDUCTOR_COMPILE_THREADS": str(self.compile_threads)}
+            self._worker = JsonLineWorker(__name__, self.device, str(int(self.quick)), env=env)
         worker = self._worker
         try:
             answer: dict[str, Any] = worker.request(task, _TIMEOUT_S)
@@ -131,7 +136,8 @@ def _answer(context: ProbeContext, task: dict[str, Any]) -> dict[str, Any]:
     if "versions" in task:
         return read_versions(context.sheet)
     configure_process(task["threads"])
-    return asdict(probe_pipeline(task["pipeline"], context.device))
+    findings = probe_pipeline(task["pipeline"], context.device, task["modes"])
+    return {"findings": [asdict(finding) for finding in findings]}
 
 
 def _is_broken(context: ProbeContext) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import importlib
+import itertools
 import os
 import subprocess
 import threading
@@ -27,7 +28,8 @@ from anyaccel.checking.fresh_process import can_fork
 from anyaccel.errors import UsageError, VirtualDeviceError, nearest
 from anyaccel.recipes import recipes
 from anyaccel.verification.context import Observation, ProbeContext
-from anyaccel.verification.probe_pipeline import CONDITIONS, FEW, TOLERANCE, configure_process, probe_pipeline
+from anyaccel.verification.partial_findings import PartialFindings
+from anyaccel.verification.probe_pipeline import CONDITIONS, FEW, MODES, TOLERANCE, configure_process, probe_pipeline
 from anyaccel.verification.probe_worker import (
     ProbeWorker,
     ProbeWorkerDiedError,
@@ -57,32 +59,43 @@ def verify(
     *,
     pipelines: Literal["few", "all"] | Sequence[str] = "few",
     quick: bool = False,
+    compiled: bool = False,
     jobs: int | None = None,
     signed_off_by: str = "",
     commit: str | None = None,
+    partial_file: Path | None = None,
     on_message: OnMessage = lambda line: None,
 ) -> Verification:
     """Verify the claims on a device's sheet: `verify("cuda")`, `verify("virtual:mps")`.
 
-    `pipelines` is `few`, `all` or a sequence of recipe names; `jobs` processes run them concurrently.
-    Progress messages are passed to `on_message`. Probes run in separate processes, and a crash in one
-    of them is reported as a finding.
+    `pipelines` is `few`, `all` or a sequence of recipe names; `jobs` processes run them concurrently. With
+    `compiled`, they also run compiled, with captured graphs and with `speed="fast"`. Progress messages are
+    passed to `on_message`. Probes run in separate processes, and a crash in one of them is reported as a
+    finding. Findings are added to `partial_file` as soon as they are made, and a later run with the same
+    file and the same versions continues there.
     """
-    names = _choose_recipes(pipelines)
+    names, modes = _choose_recipes(pipelines), MODES if compiled else MODES[:1]
+    commit = _read_commit() if commit is None else commit
     if jobs is not None and jobs < 1:
         raise UsageError(f"jobs must be at least 1, not {jobs}", hint="for example jobs=4")
     spec = read_device(device)
     if spec.virtual:
-        return _verify_virtual(spec.require_name(), names, jobs or 1, signed_off_by, commit, on_message)
+        name = spec.require_name()
+        return _verify_virtual(name, names, modes, jobs or 1, signed_off_by, commit, on_message)
     context = make_probe_context(device, quick)
     # More workers than pipelines would idle; each one loads the driver and uses device memory.
     cores = os.cpu_count() or 1
-    jobs = min(jobs or min(_MAX_JOBS, cores), max(1, len(names)))
+    # Compilation runs on the CPU, so every core can have a process of its own.
+    jobs = min(jobs or (cores if compiled else min(_MAX_JOBS, cores)), max(1, len(names)))
+    threads = max(1, cores // jobs)
     with ExitStack() as stack:
-        workers = [stack.enter_context(ProbeWorker(device, quick)) for _ in range(jobs)]
+        workers = [stack.enter_context(ProbeWorker(device, quick, threads)) for _ in range(jobs)]
         versions = workers[0].read_versions()
-        findings = _probe_claims(workers[0], context.sheet, on_message)
-        pipeline_findings = _probe_pipelines(workers, names, max(1, cores // jobs), on_message)
+        key = {"device": context.driver.device_name(context.index), "commit": commit, "versions": versions}
+        partial = PartialFindings(partial_file, key, on_message)
+        findings = partial.claims or _probe_claims(workers[0], context.sheet, on_message)
+        partial.add_claims(findings)
+        pipeline_findings = _probe_pipelines(workers, names, modes, threads, partial, on_message)
     return _make_verification(context, findings, pipeline_findings, versions, signed_off_by, commit)
 
 
@@ -112,20 +125,27 @@ def _probe_claims(worker: ProbeWorker, sheet: Sheet, on_message: OnMessage) -> t
 
 
 def _probe_pipelines(
-    workers: list[ProbeWorker], names: list[str], threads: int, on_message: OnMessage
+    workers: list[ProbeWorker],
+    names: list[str],
+    modes: Sequence[str],
+    threads: int,
+    partial: PartialFindings,
+    on_message: OnMessage,
 ) -> tuple[PipelineFinding, ...]:
     """Distribute the recipes among the workers, and return the findings in the order of `names`."""
+    findings = {name: known for name in names if (known := partial.find(name, modes))}
     # A list iterator is safe to share between threads: `next` holds the GIL.
-    queue, stopped = iter(names), threading.Event()
-    findings: dict[str, PipelineFinding] = {}
+    queue, stopped = iter([name for name in names if name not in findings]), threading.Event()
 
     def work(worker: ProbeWorker) -> None:
         while not stopped.is_set() and (name := next(queue, None)) is not None:
             try:
-                findings[name] = worker.probe_pipeline(name, threads)
+                findings[name] = worker.probe_pipeline(name, threads, modes)
             except ProbeWorkerDiedError as error:
-                findings[name] = _make_crash_finding(name, error.message)
-            on_message(f"{len(findings)} of {len(names)}: {describe_pipeline(findings[name])}")
+                findings[name] = _make_crash_findings(name, modes, error.message)
+            partial.add(findings[name])
+            for finding in findings[name]:
+                on_message(f"{len(findings)} of {len(names)}: {describe_pipeline(finding)}")
 
     with ThreadPoolExecutor(len(workers)) as pool:  # each thread waits for one process
         running = [pool.submit(work, worker) for worker in workers]
@@ -134,30 +154,42 @@ def _probe_pipelines(
                 thread.result()
         finally:  # after an interrupt, the threads must not start new processes
             stopped.set()
-    return tuple(findings[name] for name in names)
+    return tuple(finding for name in names for finding in findings[name])
 
 
-def _make_crash_finding(name: str, message: str) -> PipelineFinding:
-    return PipelineFinding(
-        recipe=name,
-        pipeline=recipes()[name].pipeline,
-        dtype="float32",
-        runs=False,
-        error=message,
-        tolerance=TOLERANCE,
-        right=False,
-    )
+def _make_crash_findings(name: str, modes: Sequence[str], message: str) -> list[PipelineFinding]:
+    return [
+        PipelineFinding(
+            recipe=name,
+            pipeline=recipes()[name].pipeline,
+            dtype="float32",
+            runs=False,
+            error=message,
+            tolerance=TOLERANCE,
+            right=False,
+            mode=mode,
+        )
+        for mode in modes
+    ]
 
 
 def describe_pipeline(finding: PipelineFinding) -> str:
     """Return one line of text that describes the result for one pipeline."""
     verdict = {True: "right", False: "wrong", None: "not tried"}[finding.right]
     figure = "" if finding.max_difference is None else f", differs by {finding.max_difference:.1e}"
-    return f"{finding.recipe}: {verdict}{figure}{': ' if finding.error else ''}{finding.error}"
+    mode = "" if finding.mode == MODES[0] else f" ({finding.mode})"
+    details = "; ".join(filter(None, [finding.error, finding.fallback]))
+    return f"{finding.recipe}{mode}: {verdict}{figure}{': ' if details else ''}{details}"
 
 
 def _verify_virtual(
-    name: str, names: list[str], jobs: int, signed_off_by: str, commit: str | None, on_message: OnMessage
+    name: str,
+    names: list[str],
+    modes: Sequence[str],
+    jobs: int,
+    signed_off_by: str,
+    commit: str,
+    on_message: OnMessage,
 ) -> Verification:
     """Verify a virtual device in forked processes.
 
@@ -183,20 +215,23 @@ def _verify_virtual(
     def run_share(share: list[str]) -> list[PipelineFinding]:
         def use(accelerator: VirtualAccelerator) -> list[PipelineFinding]:
             context = _make_virtual_context(accelerator)
-            return [_report(probe_pipeline(recipe, context.device), on_message) for recipe in share]
+            probed = [probe_pipeline(recipe, context.device, modes) for recipe in share]
+            return [_report(finding, on_message) for findings in probed for finding in findings]
 
         try:
             # Strict, because a probe must see the error that the device would raise.
             return run_forked(name, use, strict=True, timeout_s=_TIMEOUT_S)
         except VirtualDeviceError as error:
-            return [_make_crash_finding(recipe, error.message) for recipe in share]
+            return [finding for recipe in share for finding in _make_crash_findings(recipe, modes, error.message)]
 
     findings = run_forked(name, probe_all, strict=True, timeout_s=_TIMEOUT_S)
     with ThreadPoolExecutor(jobs) as pool:
         shares = pool.map(run_share, [share for start in range(jobs) if (share := names[start::jobs])])
-    by_recipe = {finding.recipe: finding for share in shares for finding in share}
+    by_recipe: dict[str, list[PipelineFinding]] = {}
+    for finding in itertools.chain.from_iterable(shares):
+        by_recipe.setdefault(finding.recipe, []).append(finding)
     context = ProbeContext(device_sheet, Driver(device_sheet), 0)
-    pipelines = tuple(by_recipe[recipe] for recipe in names)
+    pipelines = tuple(finding for recipe in names for finding in by_recipe[recipe])
     return _make_verification(
         context, findings, pipelines, read_versions(device_sheet), signed_off_by, commit, virtual=True
     )
@@ -220,7 +255,7 @@ def _make_verification(
     pipelines: tuple[PipelineFinding, ...],
     versions: dict[str, str],
     signed_off_by: str,
-    commit: str | None,
+    commit: str,
     virtual: bool = False,
 ) -> Verification:
     machine = this_machine()
@@ -230,7 +265,7 @@ def _make_verification(
         product=context.product or "",
         device_name=f"virtual {context.sheet.title}" if virtual else context.driver.device_name(context.index),
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        commit=_read_commit() if commit is None else commit,
+        commit=commit,
         versions=versions,
         system=machine.system,
         architecture=machine.architecture,

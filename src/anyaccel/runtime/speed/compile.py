@@ -21,6 +21,7 @@ from anyaccel.runtime.placement_state import Placement
 from anyaccel.runtime.speed.compiled_forward import compile_blocks, compile_forward
 from anyaccel.runtime.speed.compiled_model_workarounds import GraphWorkarounds, read_graph_workarounds
 from anyaccel.runtime.speed.graph_fusions import fuse
+from anyaccel.runtime.speed.graph_rewrites import fold_cpu_constants, replace_fill_diagonal
 from anyaccel.runtime.speed.module_fingerprint import LayerHooks
 from anyaccel.storage.cache_dir import find_graphs_folder, find_write_error, warn_not_cached
 from anyaccel.upstream.torch_compile_internals import find_compiler, find_inductor_cache, is_compiled, set_ptxas_path
@@ -158,6 +159,8 @@ def _find_backend(name: str, workarounds: GraphWorkarounds, fusions: tuple[str, 
             workarounds.apply(module)
         if fusions:
             fuse(module, fusions)
+        replace_fill_diagonal(module)
+        fold_cpu_constants(module)
         compile_graph = find_compiler(name)
         compiled: Callable[..., Any] = compile_graph(module, inputs)
         return compiled

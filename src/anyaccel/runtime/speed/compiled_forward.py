@@ -66,7 +66,8 @@ class CompiledForward:
     def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the compiled code; if it fails, run eagerly in this and all later calls."""
         module = self._module()
-        if self.failure or module is None:
+        # With gradients, a second graph would be compiled for autograd, for a few calls at most (attend-and-excite).
+        if self.failure or module is None or torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if self._hooks.any():
             if self._compiled is None:

@@ -1,0 +1,92 @@
+"""Graph passes that fold CPU constants and replace `fill_diagonal_`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from anyaccel.runtime.speed.graph_rewrites import fold_cpu_constants, replace_fill_diagonal
+
+
+class Compiled:
+    """A function compiled with a graph pass; records what the pass returned and the graph."""
+
+    def __init__(self, function: Callable[..., Any], graph_pass: Callable[[torch.fx.GraphModule], int]) -> None:
+        torch._dynamo.reset()
+        self.changes: list[int] = []
+        self.targets: list[str] = []
+
+        def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            self.changes.append(graph_pass(module))
+            self.targets += [str(getattr(node.target, "__name__", node.target)) for node in module.graph.nodes]
+            return module.forward
+
+        self.run = torch.compile(function, backend=backend, dynamic=False)
+
+
+def rotary(x: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(x.shape[-1], dtype=torch.float32, device="cpu")
+    angles = torch.outer(positions, 1 / 10000 ** (positions / x.shape[-1]))
+    return x @ torch.cat([angles.cos(), angles.sin()]).to(x.dtype)[: x.shape[-1]]
+
+
+def test_cpu_tensors_that_depend_on_no_input_are_computed_once() -> None:
+    compiled = Compiled(rotary, fold_cpu_constants)
+    for seed in range(3):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(compiled.run(x), rotary(x))
+    assert compiled.changes == [1]
+    assert not {"arange", "cos", "cat"} & set(compiled.targets)
+
+
+def test_a_new_size_has_its_own_constants() -> None:
+    compiled = Compiled(rotary, fold_cpu_constants)
+    for size in (4, 6, 4):
+        x = torch.ones(1, size)
+        assert torch.equal(compiled.run(x), rotary(x))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x + torch.randn(4),
+        lambda x: x + torch.empty(4).fill_(2.0),
+        lambda x: torch.zeros(4).add_(x),
+        lambda x: torch.zeros(2, 4)[0].copy_(x) + torch.zeros(4),
+    ],
+    ids=["random", "uninitialized", "written to", "written to through a view"],
+)
+def test_values_that_change_are_not_folded(function: Callable[..., Any]) -> None:
+    compiled = Compiled(function, fold_cpu_constants)
+    for seed in range(3):
+        x = torch.full((4,), float(seed))
+        torch.manual_seed(seed)
+        expected, state = function(x), torch.get_rng_state()
+        torch.manual_seed(seed)
+        assert torch.equal(compiled.run(x), expected)
+        assert torch.equal(torch.get_rng_state(), state)
+    assert compiled.changes == [0]
+
+
+def test_a_buffer_is_not_a_constant() -> None:
+    layer = torch.nn.Linear(4, 4)
+    compiled = Compiled(lambda x: x + layer.weight.detach().cos(), fold_cpu_constants)
+    x = torch.zeros(1, 4)
+    before = compiled.run(x)
+    layer.weight.data += 1
+    assert not torch.equal(compiled.run(x), before)
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (5, 3), (3, 5)])
+def test_fill_diagonal_of_a_slice(shape: tuple[int, int]) -> None:
+    def mask(x: torch.Tensor) -> torch.Tensor:
+        full = x.new_full((6, 6), 1.0)
+        full[: shape[0], : shape[1]] = float("-inf")
+        full[: shape[0], : shape[1]].fill_diagonal_(0)
+        return full + x
+
+    compiled = Compiled(mask, replace_fill_diagonal)
+    assert torch.equal(compiled.run(torch.ones(6)), mask(torch.ones(6)))
+    assert compiled.changes == [1]
+    assert "fill_diagonal_" not in compiled.targets
