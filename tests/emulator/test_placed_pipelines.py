@@ -25,6 +25,7 @@ MIXTURES: dict[str, Callable[[torch.device, torch.device], Any]] = {
     "add one element": lambda d, e: torch.ones(2, device=d) + torch.ones(1, device=e),
     "add in place": lambda d, e: torch.ones(2, device=d).add_(torch.ones(2, device=e)),
     "cat": lambda d, e: torch.cat([torch.ones(2, device=d), torch.ones(2, device=e)]),
+    "stack scalars": lambda d, e: torch.stack([torch.ones((), device=d), torch.ones((), device=e)]),
     "matmul": lambda d, e: torch.ones(2, 2, device=e) @ torch.ones(2, 2, device=d),
     "linear": lambda d, e: torch.nn.Linear(2, 2, device=e)(torch.ones(2, device=d)),
     "convolution": lambda d, e: torch.nn.Conv2d(1, 1, 1, device=e)(torch.ones(1, 1, 2, 2, device=d)),

@@ -11,18 +11,28 @@ from anyaccel.backends.driver import Recorder
 __all__ = ["make_recorder"]
 
 
+# Graphs of failed captures: the allocator of pinned memory keeps a pointer to them.
+_FAILED_GRAPHS: list[Any] = []
+
+
 def make_recorder(index: int, pool: Any) -> Recorder:
     """Return a recorder that captures CUDA graphs on one device, using one shared memory pool."""
     import torch
 
+    pools = [pool]
+
     def record(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
         mode = "thread_local"  # "global" fails if another thread calls CUDA during the capture
+        # The stream, because `torch.cuda.graph` does not switch back to it if the capture fails.
+        stream = torch.cuda.stream(torch.cuda.current_stream(index))
         try:
-            with torch.cuda.device(index), torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
+            with torch.cuda.device(index), stream, torch.cuda.graph(graph, pool=pools[-1], capture_error_mode=mode):
                 result = function()
         except BaseException:
-            _end_failed_capture(index, pool)
+            _FAILED_GRAPHS.append(graph)
+            _end_failed_capture(index, pools[-1])
+            pools.append(torch.cuda.graph_pool_handle())
             raise
         return result, graph.replay
 
@@ -33,8 +43,8 @@ def _end_failed_capture(index: int, pool: Any) -> None:
     """Restore the state that torch leaves behind if a capture fails.
 
     `CUDAGraph.capture_end` raises before it stops the allocation to the graph's memory pool and before it
-    resets the device's generator (aten/src/ATen/cuda/CUDAGraph.cpp, torch 2.11). Every later capture, and
-    every random function on the device, would then fail.
+    resets the device's generator (aten/src/ATen/cuda/CUDAGraph.cpp, torch 2.11). Random functions on the
+    device, and every later capture with the same pool, would then fail.
     """
     import torch
 

@@ -28,6 +28,8 @@ _MAY_MIX = {*_MOVES, "index"}
 # Operations that accept indices on the CPU, but not values.
 _INDEX_PUT = {"index_put", "index_put_", "_index_put_impl_"}
 _ATTENTION = "scaled_dot_product_attention"
+# On CUDA, these do not accept zero-dimensional CPU tensors (seen with torch 2.11).
+_JOIN = ("cat", "stack")
 _SCORE_OPERATIONS = {"bmm", "baddbmm"}
 _ARITHMETIC = {"add", "add_", "div", "div_", "mul", "mul_", "sub", "sub_"}
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -118,7 +120,7 @@ def _choose_target(accelerator: VirtualAccelerator, call: _Call, kwargs: dict[st
 def _check_devices(call: _Call, facts: OperationFacts) -> None:
     """Raise torch's error if an operation mixes device tensors with CPU tensors.
 
-    Zero-dimensional CPU tensors are allowed, as are CPU tensors used as indices.
+    Zero-dimensional CPU tensors are allowed, except in lists of tensors, as are CPU tensors used as indices.
     """
     if call.device is None:
         return
@@ -130,7 +132,7 @@ def _check_devices(call: _Call, facts: OperationFacts) -> None:
     if facts.name in _INDEX_PUT:
         call.cpu_tensors = [tensor for tensor in call.cpu_tensors if tensor is call.values]
     for tensor in call.cpu_tensors:
-        if tensor.dim() > 0 and is_host(tensor.device):
+        if (tensor.dim() > 0 or facts.name in _JOIN) and is_host(tensor.device):
             raise _make_device_error(call.device, tensor.device, facts.name)
 
 

@@ -15,6 +15,7 @@ import torch
 __all__ = [
     "CACHE_LOGGER",
     "GRAPH_BREAK_LOGGER",
+    "emulate_precision_casts",
     "find_compiler",
     "find_inductor_cache",
     "is_compiled",
@@ -104,6 +105,16 @@ def pause_gc_after_compile() -> AbstractContextManager[Any]:
     """
     config: Any = importlib.import_module("torch._dynamo.config")
     return config.patch(run_gc_after_compile=False) if hasattr(config, "run_gc_after_compile") else nullcontext()
+
+
+def emulate_precision_casts() -> AbstractContextManager[Any]:
+    """Return a context manager in which Inductor rounds to half precision wherever the model does.
+
+    By default, Inductor removes casts between operations that it fuses (see _inductor/config.py).
+    """
+    config: Any = importlib.import_module("torch._inductor.config")
+    context: AbstractContextManager[Any] = config.patch(emulate_precision_casts=True)
+    return context
 
 
 def reset_dynamo() -> None:

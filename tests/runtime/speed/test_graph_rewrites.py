@@ -20,7 +20,9 @@ class Compiled:
         def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             self.changes.append(graph_pass(module))
             self.targets += [str(getattr(node.target, "__name__", node.target)) for node in module.graph.nodes]
-            return module.forward
+            # AOTAutograd, because it has more requirements for a graph than Dynamo.
+            compiled: Callable[..., Any] = torch._dynamo.lookup_backend("aot_eager")(module, inputs)
+            return compiled
 
         self.run = torch.compile(function, backend=backend, dynamic=False)
 

@@ -26,6 +26,7 @@ from anyaccel.runtime.speed.compile_cache import load_payload, remove_payload, s
 from anyaccel.runtime.speed.compile_cache_key import make_cache_key
 from anyaccel.runtime.speed.compiled_forward import find_compiled, remove_compiled_blocks
 from anyaccel.runtime.speed.graph_capture import GraphCapture
+from anyaccel.runtime.speed.module_fingerprint import LayerHooks
 from anyaccel.runtime.speed.quantize import quantize_denoisers
 from anyaccel.runtime.speed.step_skipping import current_step_skipper, track_steps
 from anyaccel.units import readable
@@ -109,16 +110,21 @@ def _skip_steps(pipe: Any, placement: Placement) -> Iterator[None]:
             yield
             return
         for model in find_denoisers(pipe, placement).values():
-            set_override(model, Slot.STEP_SKIPPING, functools.partial(_run_or_reuse, id(model)))
+            set_override(model, Slot.STEP_SKIPPING, functools.partial(_run_or_reuse, id(model), LayerHooks(model)))
         yield
     text = f"{skipper.run} denoiser runs, {skipper.reused} outputs reused" if skipper.reused else "every step ran"
     placement.report.step_skipping = Decision(text, "observed in the last call")
 
 
-def _run_or_reuse(model_id: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_or_reuse(
+    model_id: int, hooks: LayerHooks, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     # Looked up per thread: another pipeline with the same model may run concurrently.
     skipper = current_step_skipper()
-    return forward(*args, **kwargs) if skipper is None else skipper.run_or_reuse(model_id, forward, args, kwargs)
+    # Hooks read what the layers compute at this step (self-attention guidance), so the step must run.
+    if skipper is None or hooks.any():
+        return forward(*args, **kwargs)
+    return skipper.run_or_reuse(model_id, forward, args, kwargs)
 
 
 def load_compiled(pipe: Any, placement: Placement, speed: SpeedState, shape: str) -> dict[str, str] | None:
@@ -244,8 +250,12 @@ def _report(placement: Placement) -> None:
         captures.append(get_override(module, Slot.CAPTURE))
     status = [capture for capture in captures if isinstance(capture, GraphCapture) and capture.status]
     if status:
-        captured = any(capture.captured_shapes for capture in status)
-        placement.report.capture = Decision(captured, status[0].status)
+        captured = [capture for capture in status if capture.captured_shapes]
+        failed = [capture for capture in status if capture.failed]
+        reason = (captured or failed or status)[0].status
+        if not captured and not failed:
+            reason = f"the model or its input shapes change too often; {reason}"
+        placement.report.capture = Decision(bool(captured), reason)
 
 
 def forget_captured_graphs(pipe: Any) -> None:

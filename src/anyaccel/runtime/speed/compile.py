@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,13 @@ from anyaccel.runtime.speed.graph_fusions import fuse
 from anyaccel.runtime.speed.graph_rewrites import fold_cpu_constants, replace_fill_diagonal
 from anyaccel.runtime.speed.module_fingerprint import LayerHooks
 from anyaccel.storage.cache_dir import find_graphs_folder, find_write_error, warn_not_cached
-from anyaccel.upstream.torch_compile_internals import find_compiler, find_inductor_cache, is_compiled, set_ptxas_path
+from anyaccel.upstream.torch_compile_internals import (
+    emulate_precision_casts,
+    find_compiler,
+    find_inductor_cache,
+    is_compiled,
+    set_ptxas_path,
+)
 
 __all__ = ["compile_cache_env", "compile_components", "compile_for_speed", "has_decoder", "record_shape"]
 
@@ -142,15 +148,23 @@ def _find_options(placement: Placement, fullgraph: bool) -> dict[str, Any]:
     if rule.backend == "inductor":  # before the first lookup in Triton's cache
         set_ptxas_path()
     return {
-        "backend": _find_backend(rule.backend, read_graph_workarounds(plan, placement.device), plan.fusions.value),
+        "backend": _find_backend(
+            rule.backend,
+            read_graph_workarounds(plan, placement.device),
+            plan.fusions.value,
+            keep_casts=plan.dtype.value == "float32",
+        ),
         "fullgraph": fullgraph,
         "dynamic": False if rule.static else None,
     }
 
 
 @functools.cache  # Dynamo reuses graphs only if the backend is the same object
-def _find_backend(name: str, workarounds: GraphWorkarounds, fusions: tuple[str, ...]) -> Any:
-    """Return the backend's name, or a custom backend that modifies the graph and then calls it."""
+def _find_backend(name: str, workarounds: GraphWorkarounds, fusions: tuple[str, ...], *, keep_casts: bool) -> Any:
+    """Return the backend's name, or a custom backend that modifies the graph and then calls it.
+
+    With `keep_casts`, parts of a float32 model that use half precision are rounded as in eager mode.
+    """
     if not workarounds and not fusions:
         return name
 
@@ -162,7 +176,8 @@ def _find_backend(name: str, workarounds: GraphWorkarounds, fusions: tuple[str, 
         replace_fill_diagonal(module)
         fold_cpu_constants(module)
         compile_graph = find_compiler(name)
-        compiled: Callable[..., Any] = compile_graph(module, inputs)
+        with emulate_precision_casts() if keep_casts and name == "inductor" else nullcontext():
+            compiled: Callable[..., Any] = compile_graph(module, inputs)
         return compiled
 
     return compile_transformed

@@ -80,6 +80,11 @@ class GraphCapture:
         """The number of input shapes that have a captured graph."""
         return sum(shape.replay is not None for shape in self._shapes.values())
 
+    @property
+    def failed(self) -> bool:
+        """Whether some input shape cannot be captured."""
+        return any(shape.failure for shape in self._shapes.values())
+
     def begin_call(self) -> None:
         """Drop all graphs if the module has changed; called at the start of each pipeline call."""
         if self._fingerprint is None or not self._is_unchanged():

@@ -40,11 +40,13 @@ def fold_cpu_constants(module: torch.fx.GraphModule) -> int:
     if not used or not is_tensor or _is_written_to(module.graph, values):
         return 0
     for index, node in enumerate(used):
-        name = f"anyaccel_constant_{index}"
-        module.register_buffer(name, values[node], persistent=False)
+        name = f"_tensor_constant_anyaccel{index}"
+        # As `torch.tensor` in compiled code: a plain attribute, because AOTAutograd rejects buffers that are not inputs.
+        setattr(module, name, values[node])
         with module.graph.inserting_before(node):
-            constant = module.graph.get_attr(name)
-        constant.meta = dict(node.meta)
+            stored = module.graph.create_node("get_attr", name)
+            constant = module.graph.call_function(torch.ops.aten.lift_fresh_copy.default, (stored,))
+        stored.meta = constant.meta = dict(node.meta)
         node.replace_all_uses_with(constant)
     module.graph.eliminate_dead_code()
     module.recompile()

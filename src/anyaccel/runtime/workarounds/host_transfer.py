@@ -94,8 +94,14 @@ class HostTransfer:
         if isinstance(value, torch.Tensor):
             return self.to_device(value) if is_host(value.device) else value
         if isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor) for item in value):
-            return type(value)([self._move(item) for item in value])
+            return type(value)([self._move_item(item) for item in value])
         return value
+
+    def _move_item(self, item: Any) -> Any:
+        """Move an item of a list: `torch.stack` and `torch.cat` do not accept 0-dim CPU tensors."""
+        moved = self._move(item)
+        is_scalar = isinstance(moved, torch.Tensor) and moved.dim() == 0 and is_host(moved.device)
+        return copy_or_fill(moved, self.device, self.copy) if is_scalar else moved
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Move a CPU tensor to the device in a supported dtype; a 0-dim tensor stays on the CPU."""
