@@ -21,7 +21,7 @@ def make_recorder(index: int, pool: Any) -> Recorder:
             result = function()
         return result, graph.replay
 
-    return Recorder(record, read_settings=_read_settings)
+    return Recorder(record, device_type="cuda", read_settings=_read_settings)
 
 
 def _read_settings() -> tuple[Any, ...]:
