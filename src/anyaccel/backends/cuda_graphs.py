@@ -36,7 +36,7 @@ def make_recorder(index: int, pool: Any) -> Recorder:
             raise
         return result, graph.replay
 
-    return Recorder(record, read_settings=_read_settings)
+    return Recorder(record, device_type="cuda", read_settings=_read_settings)
 
 
 def _end_failed_capture(index: int, pool: Any) -> None:
@@ -60,7 +60,7 @@ def _end_failed_capture(index: int, pool: Any) -> None:
 def _read_settings() -> tuple[Any, ...]:
     """Return the global torch settings that affect kernel selection.
 
-    They include determinism, TF32, reduced-precision reductions, cuDNN and the attention backends.
+    They include determinism, TF32, reduced-precision reductions, cuDNN, cuBLAS and the attention backends.
     """
     import torch
 
@@ -68,9 +68,21 @@ def _read_settings() -> tuple[Any, ...]:
     matmul, cudnn = backends.cuda.matmul, backends.cudnn
     return (
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
         torch.get_default_dtype(),
+        *_read_tf32(torch, matmul, cudnn),
         *(getattr(matmul, f"allow_{name}_reduced_precision_reduction") for name in ("fp16", "bf16")),
-        *(getattr(cudnn, name) for name in ("enabled", "allow_tf32", "benchmark", "deterministic")),
+        getattr(matmul, "allow_fp16_accumulation", None),  # since torch 2.7
+        *(getattr(cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
         *(getattr(backends.cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math", "cudnn")),
+        backends.cuda.fp16_bf16_reduction_math_sdp_allowed(),
+        backends.cuda.preferred_blas_library(),
     )
+
+
+def _read_tf32(torch: Any, matmul: Any, cudnn: Any) -> tuple[Any, ...]:
+    """Return whether matrix products and convolutions use TF32."""
+    # The old settings raise an error after the new ones were set, and the new ones do not exist before torch 2.9:
+    # https://docs.pytorch.org/docs/2.13/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
+    if not hasattr(cudnn, "conv"):
+        return torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    return matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision

@@ -55,6 +55,8 @@ class Recorder:
     """Warm-up runs per shape before the capture, in which libraries select kernels and allocate workspaces."""
     tolerance: float = 2e-2
     """The largest accepted relative error of the first replay against the eager result."""
+    device_type: str = ""
+    """The type of the devices whose operations are captured; empty if all operations are."""
     read_settings: Callable[[], Any] = lambda: None
     """Returns the global settings that are fixed at capture, such as TF32."""
 

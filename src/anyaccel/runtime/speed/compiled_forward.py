@@ -17,6 +17,7 @@ from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import summarize_error
 from anyaccel.forward_overrides import Slot, get_override, set_override
 from anyaccel.runtime.speed.module_fingerprint import LayerHooks, PatchedCode
+from anyaccel.runtime.workarounds.function_modes import has_foreign_modes
 from anyaccel.upstream.torch_compile_internals import remove_compiled_call, restore_compiled_call
 
 __all__ = ["CompiledForward", "compile_blocks", "compile_forward", "find_compiled", "remove_compiled_blocks"]
@@ -69,6 +70,8 @@ class CompiledForward:
         # With gradients, a second graph would be compiled for autograd, for a few calls at most (attend-and-excite).
         if self.failure or module is None or torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if has_foreign_modes():  # compiled code would skip them
+            return _run_eagerly(module, forward, args, kwargs, keep_compiled=True)
         if self._hooks.any():
             if self._compiled is None:
                 # Hooks of layers inside compiled blocks would not run.
@@ -115,12 +118,24 @@ def remove_compiled_blocks(module: torch.nn.Module) -> list[tuple[torch.nn.Modul
     return [(layer, compiled) for layer, compiled in removed if compiled is not None]
 
 
-def _run_eagerly(module: torch.nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a module's forward with uncompiled blocks; restore the compiled ones if the forward raises."""
+def _run_eagerly(
+    module: torch.nn.Module,
+    forward: Forward,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    keep_compiled: bool = False,
+) -> Any:
+    """Run a module's forward with uncompiled blocks.
+
+    Restore the compiled blocks if the forward raises, or in any case if `keep_compiled` is set.
+    """
     removed = remove_compiled_blocks(module)
+    finished = False
     try:
-        return forward(*args, **kwargs)
-    except BaseException:
-        for layer, compiled in removed:
-            restore_compiled_call(layer, compiled)
-        raise
+        output = forward(*args, **kwargs)
+        finished = True
+        return output
+    finally:
+        if keep_compiled or not finished:
+            for layer, compiled in removed:
+                restore_compiled_call(layer, compiled)

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -23,12 +24,10 @@ from anyaccel.backends.driver import Recorder
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import first_line
 from anyaccel.runtime.speed.module_fingerprint import LayerHooks, ModuleFingerprint, find_custom_code
-from anyaccel.runtime.workarounds.function_modes import ModelFunctionMode, PipelineFunctionMode
+from anyaccel.runtime.workarounds.function_modes import has_foreign_modes
 from anyaccel.upstream.torch_internals import (
-    count_dispatch_modes,
-    count_function_modes,
+    find_default_device,
     is_autocast_enabled,
-    read_function_modes,
     tree_flatten,
     tree_map,
     tree_unflatten,
@@ -72,7 +71,7 @@ class GraphCapture:
         self._fingerprint: ModuleFingerprint | None = None
         self._settings: Any = None
         self._hooks: LayerHooks | None = None
-        self._custom_code = ""
+        self._obstacle = ""
         self._lock, self._running = threading.RLock(), False
 
     @property
@@ -114,13 +113,13 @@ class GraphCapture:
         module = self._module()
         if torch.is_grad_enabled() or is_autocast_enabled() or module is None:
             return ""
-        if self._custom_code:
-            return f"the model contains {self._custom_code}, and a replay does not run Python code"
+        if self._obstacle:
+            return self._obstacle
         if self._hooks is not None and self._hooks.any():
             return "some layers have hooks"
         if module.training:
             return "the model is in training mode"
-        if count_dispatch_modes() or _has_foreign_modes():
+        if has_foreign_modes():
             return "another torch function or dispatch mode is active"
         return None
 
@@ -147,7 +146,10 @@ class GraphCapture:
 
     def _is_unchanged(self) -> bool:
         fingerprint = self._fingerprint
-        return fingerprint is not None and fingerprint.holds() and self._settings == self.recorder.read_settings()
+        return fingerprint is not None and fingerprint.holds() and self._settings == self._read_settings()
+
+    def _read_settings(self) -> Any:
+        return find_default_device(), self.recorder.read_settings()
 
     def _reset(self) -> None:
         """Release all graphs and take a new fingerprint of the module."""
@@ -155,27 +157,40 @@ class GraphCapture:
         module = self._module()
         if module is not None:
             self._fingerprint = ModuleFingerprint(module)
-            self._settings = self.recorder.read_settings()
+            self._settings = self._read_settings()
             self._hooks = LayerHooks(module)
-            has_foreign_forward = self._hooks.has_foreign_forward()
-            self._custom_code = "another library's hooks" if has_foreign_forward else find_custom_code(module)
+            self._obstacle = self._check_model(module, self._hooks)
+
+    def _check_model(self, module: torch.nn.Module, hooks: LayerHooks) -> str:
+        """Return the reason why a model cannot be captured, or an empty string."""
+        if not all(self._is_captured(weight) for weight in chain(module.parameters(), module.buffers())):
+            return "some weights are on another device"
+        custom_code = "another library's hooks" if hooks.has_foreign_forward() else find_custom_code(module)
+        return f"the model contains {custom_code}, and a replay does not run Python code" if custom_code else ""
+
+    def _is_captured(self, tensor: torch.Tensor) -> bool:
+        """Return whether operations on a tensor are captured; the values of CPU tensors would become constants."""
+        return self.recorder.device_type in ("", tensor.device.type)
 
     def _find_shape(self, leaves: list[Any], spec: Any) -> _CapturedShape | None:
+        tensors = _find_tensors(leaves)
         try:
-            key = (spec, tuple(_make_leaf_key(leaf) for leaf in leaves))
+            key = (spec, tuple(_make_leaf_key(leaf) for leaf in leaves), _find_repeated(tensors))
             shape = self._shapes.get(key)
         except (TypeError, RuntimeError):  # an argument that cannot be compared
             return None
-        if shape is None and len(self._shapes) < _MAX_SHAPES:
+        if shape is None and len(self._shapes) < _MAX_SHAPES and all(map(self._is_captured, tensors)):
             shape = self._shapes[key] = _CapturedShape()
         return shape
 
     def _time(self, shape: _CapturedShape, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Run the forward and time it, and check whether it can be captured.
 
-        A module that keeps state between runs or modifies its inputs is not captured.
+        A module that keeps state between runs, modifies its inputs or draws random numbers is not captured.
         """
         fingerprint, leaves = self._fingerprint, tree_flatten((args, kwargs))[0]
+        tensors = _find_tensors(leaves)
+        values, random_states = [tensor.clone() for tensor in tensors], _read_random_states(tensors)
         self.synchronize()
         start = time.perf_counter()
         output = forward(*args, **kwargs)
@@ -184,8 +199,11 @@ class GraphCapture:
         done = time.perf_counter()
         if fingerprint is None or not fingerprint.holds():
             shape.failure = "the model keeps state between runs"
-        elif not _are_same(leaves, tree_flatten((args, kwargs))[0]):
+        elif not _are_same(leaves, tree_flatten((args, kwargs))[0]) or not all(map(_is_equal, tensors, values)):
             shape.failure = "the model modifies its arguments"
+        elif not all(map(torch.equal, random_states, _read_random_states(tensors))):
+            # A capture runs the model twice more, so later random numbers would differ.
+            shape.failure = "the model draws random numbers"
         # A large share of launch time means that replaying will help.
         timing = f"kernel launches take {1e3 * (launched - start):.1f} of the {1e3 * (done - start):.1f} ms of a run"
         self.status = shape.failure or timing
@@ -197,7 +215,8 @@ class GraphCapture:
         eager = _run(forward, spec, leaves, tensors)
         # Inference tensors cannot be written to outside of inference mode, where a later call may run.
         with torch.inference_mode(False), torch.no_grad():
-            shape.inputs = [tensor.clone() for tensor in tensors]
+            buffers = {id(tensor): tensor.clone() for tensor in tensors}
+            shape.inputs = [buffers[id(tensor)] for tensor in tensors]
         captured = False
         try:
             shape.output, shape.replay = self.recorder.record(lambda: _run(forward, spec, leaves, shape.inputs))
@@ -230,13 +249,6 @@ class GraphCapture:
         return _copy(shape.output)  # the next replay overwrites the output buffers
 
 
-def _has_foreign_modes() -> bool:
-    """Return whether a `TorchFunctionMode` from another library is active, which a replay would skip."""
-    if not count_function_modes():
-        return False
-    return any(not isinstance(mode, PipelineFunctionMode | ModelFunctionMode) for mode in read_function_modes())
-
-
 def _run(forward: Forward, spec: Any, leaves: list[Any], tensors: list[torch.Tensor]) -> Any:
     """Run a forward with its tensor arguments replaced by the given tensors."""
     remaining = iter(tensors)
@@ -251,10 +263,32 @@ def _make_leaf_key(leaf: Any) -> Any:
     Raise `TypeError` for an argument of another type that may contain tensors.
     """
     if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+        return type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device
     if not isinstance(leaf, _PLAIN_TYPES):
         raise TypeError(f"cannot compare an argument of type {type(leaf).__name__}, which may contain tensors")
     return type(leaf), leaf
+
+
+def _find_repeated(tensors: list[torch.Tensor]) -> tuple[int, ...]:
+    """Return the position at which each tensor is first passed: models may compare their arguments with `is`."""
+    identities = [id(tensor) for tensor in tensors]
+    return tuple(map(identities.index, identities))
+
+
+def _read_random_states(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the states of the default generators of the CPU and of the tensors' devices."""
+    devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+    return [
+        torch.get_rng_state(),
+        *(torch.get_device_module(device).get_rng_state(device) for device in sorted(devices, key=str)),
+    ]
+
+
+def _is_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same values, counting NaN as equal to NaN."""
+    if torch.equal(tensor, other):
+        return True
+    return tensor.is_floating_point() and torch.allclose(tensor, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _are_same(leaves: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -32,9 +32,15 @@ from anyaccel.upstream.torch_internals import (
 __all__ = ["LayerHooks", "ModuleFingerprint", "PatchedCode", "find_custom_code"]
 
 _ENTRY_METHODS = ("forward", "__call__", CONVOLUTION_FORWARD)
+# Attributes of a layer that contain an object with attributes of its own: attention processors, and the configs of
+# transformers models.
+_OWNED_OBJECTS = ("processor", "config")
 _CODE = (FunctionType, BuiltinFunctionType, MethodDescriptorType, classmethod, staticmethod, property)
 # Libraries with layers and processors that do the same work at every call.
 _TRUSTED_LIBRARIES = frozenset(("torch", "diffusers", "transformers", "peft", "torchao", "accelerate", "anyaccel"))
+
+# Libraries whose functions call functions of their other modules.
+_FOLLOWED_LIBRARIES = frozenset(("diffusers", "peft"))
 
 
 class LayerHooks:
@@ -76,31 +82,66 @@ class LayerHooks:
 
 
 class PatchedCode:
-    """A snapshot of the functions that a module uses, to detect monkey patches."""
+    """A snapshot of the functions that a module uses, to detect monkey patches.
 
-    def __init__(self, module: torch.nn.Module, *others: Any) -> None:
+    With `constants`, it also includes all other global names and class attributes that these functions may read.
+    """
+
+    def __init__(self, module: torch.nn.Module, *others: Any, constants: bool = False) -> None:
         self._classes = _list_classes(module)
         bases = {base for cls in self._classes for base in cls.__mro__ if base is not object}
-        sources = {base.__module__ for base in bases} & set(sys.modules)
-        namespaces = [vars(owner) for owner in (*bases, *(sys.modules[name] for name in sources), functional, *others)]
-        self._functions = [
-            (namespace, name, value)
-            for namespace in namespaces
-            for name, value in namespace.items()
-            # Dynamo itself patches `Module.__init__` and `__setstate__` when it first compiles (torch 2.11 to 2.13).
-            if isinstance(value, _CODE) and (name == "__call__" or not name.startswith("__"))
+        namespaces = [vars(owner) for owner in bases] + _list_namespaces(frozenset(base.__module__ for base in bases))
+        self._values = [
+            *(_read_values(namespace, code_only=not constants) for namespace in namespaces),
+            *(_read_values(vars(owner), code_only=True) for owner in (functional, *others)),
         ]
         self._entry_methods = list(self._read_entry_methods())
 
     def changed(self) -> bool:
-        """Return whether any function in the snapshot has been replaced."""
-        if any(namespace.get(name) is not value for namespace, name, value in self._functions):
+        """Return whether any value in the snapshot has been replaced."""
+        if not all(all(map(is_, map(namespace.get, names), values)) for namespace, names, values in self._values):
             return True
         return not _are_same(list(self._read_entry_methods()), self._entry_methods)
 
     def _read_entry_methods(self) -> Iterator[Any]:
         """Yield the methods that run each layer class, such as `forward`, including inherited methods."""
         return (getattr(cls, name, None) for cls in self._classes for name in _ENTRY_METHODS)
+
+
+def _read_values(namespace: Any, *, code_only: bool) -> tuple[Any, list[str], list[Any]]:
+    """Return a namespace with the names and values in it that the code of a model may use."""
+    pairs = [
+        (name, value)
+        for name, value in namespace.items()
+        # Dynamo itself patches `Module.__init__` and `__setstate__` when it first compiles (torch 2.11 to 2.13).
+        if (name == "__call__" or not name.startswith("__")) and (isinstance(value, _CODE) or not code_only)
+    ]
+    return namespace, [name for name, _ in pairs], [value for _, value in pairs]
+
+
+def _list_namespaces(sources: frozenset[str]) -> list[Any]:
+    """Return the namespaces of Python modules, and of the classes and modules that their functions come from.
+
+    Of torch, only the given modules are included: its other functions are called through `torch` and
+    `torch.nn.functional`.
+    """
+    pending, namespaces = [name for name in sources if name in sys.modules], {}
+    while pending:
+        name = pending.pop()
+        if name in namespaces:
+            continue
+        namespace = namespaces[name] = vars(sys.modules[name])
+        for value in namespace.values():
+            source = getattr(value, "__module__", None) if isinstance(value, FunctionType | type) else None
+            if isinstance(source, str) and source in sys.modules and source.partition(".")[0] in _FOLLOWED_LIBRARIES:
+                pending.append(source)
+    classes = {
+        value
+        for name, namespace in namespaces.items()
+        for value in namespace.values()
+        if isinstance(value, type) and value.__module__ == name
+    }
+    return [*namespaces.values(), *map(vars, classes)]
 
 
 def find_custom_code(module: torch.nn.Module) -> str:
@@ -148,11 +189,12 @@ class ModuleFingerprint:
         # Weak, because the module holds this object: a cycle would keep its weights until a garbage collection.
         self._module = weakref.ref(module)
         self._inner_layers = [layer.__dict__ for layer in module.modules() if layer is not module]
-        self._code = PatchedCode(module, torch, torch.Tensor)
+        self._code = PatchedCode(module, torch, torch.Tensor, constants=True)
         self._modules = [weakref.ref(layer) for layer in module.modules()]
         self._types = list(self._read_types())
         layers = list(self._read_layers())
-        processors = [vars(item) for layer in layers if hasattr(item := layer.get("processor"), "__dict__")]
+        owners = [layer.get(name) for layer in layers for name in _OWNED_OBJECTS]
+        processors = [vars(owner) for owner in owners if hasattr(owner, "__dict__")]
         attributes = [pair for owner in (*layers, *processors) for pair in owner.items()]
         self._lists = [value for _, value in attributes if type(value) is list]
         tables = [
@@ -165,6 +207,8 @@ class ModuleFingerprint:
         self._attributes = list(self._read_attributes())
         # Weak references to tensors: a fingerprint must not keep replaced weights in memory.
         self._items = [weakref.ref(item) if isinstance(item, torch.Tensor) else item for item in self._read_items()]
+        plain_tensors = chain((value for _, value in attributes), self._read_items())
+        self._tensors = [weakref.ref(value) for value in plain_tensors if isinstance(value, torch.Tensor)]
         self._addresses = list(self._read_addresses())
         self._lengths = self._read_lengths()
 
@@ -204,7 +248,7 @@ class ModuleFingerprint:
 
     def _read_addresses(self) -> Iterator[Any]:
         weights = chain.from_iterable(table.values() for table in self._weights)
-        return ((weight.data_ptr(), weight.stride()) for weight in weights if weight is not None)
+        return map(_describe_memory, filter(_is_tensor, chain(weights, (tensor() for tensor in self._tensors))))
 
 
 def _without_overrides(layer: dict[str, Any]) -> Iterator[Any]:
@@ -216,6 +260,16 @@ def _without_overrides(layer: dict[str, Any]) -> Iterator[Any]:
             yield value
         elif value.beneath is not None:
             yield value.beneath
+
+
+def _is_tensor(value: Any) -> bool:
+    return value is not None
+
+
+def _describe_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the address and strides of a tensor, and the value of a CPU scalar, which a graph contains as a constant."""
+    value = tensor.item() if tensor.dim() == 0 and tensor.device.type == "cpu" else None
+    return tensor.data_ptr(), tensor.stride(), value
 
 
 def _are_same(current: list[Any], stored: list[Any]) -> bool:

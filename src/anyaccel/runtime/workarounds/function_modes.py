@@ -28,13 +28,21 @@ from anyaccel.runtime.workarounds import (
 from anyaccel.runtime.workarounds.host_transfer import HostTransfer
 from anyaccel.runtime.workarounds.scheduler_tensors_on_cpu import CpuTensors
 from anyaccel.runtime.workarounds.side_stream_copy import SideStreamCopy
-from anyaccel.upstream.torch_internals import pop_function_mode, push_function_mode, read_function_modes
+from anyaccel.upstream.torch_internals import (
+    DeviceContext,
+    count_dispatch_modes,
+    count_function_modes,
+    pop_function_mode,
+    push_function_mode,
+    read_function_modes,
+)
 
 __all__ = [
     "ModelFunctionMode",
     "PipelineFunctionMode",
     "enter_model_mode",
     "exit_model_mode",
+    "has_foreign_modes",
     "make_host_transfer",
     "make_model_function_mode",
     "make_pipeline_function_mode",
@@ -227,6 +235,17 @@ def enter_model_mode(mode: ModelFunctionMode | None) -> tuple[list[PipelineFunct
     if model_mode is not None:
         push_function_mode(model_mode)
     return pipeline_modes, model_mode
+
+
+def has_foreign_modes() -> bool:
+    """Return whether a dispatch mode or another library's function mode is active in this thread.
+
+    Compiled code and replayed graphs would skip it. The mode of `with torch.device(…)` does not count.
+    """
+    if count_dispatch_modes():
+        return True
+    own = (PipelineFunctionMode, ModelFunctionMode, DeviceContext)
+    return bool(count_function_modes()) and not all(isinstance(mode, own) for mode in read_function_modes())
 
 
 @contextmanager
