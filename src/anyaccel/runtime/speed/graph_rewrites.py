@@ -41,7 +41,7 @@ def fold_cpu_constants(module: torch.fx.GraphModule) -> int:
         return 0
     for index, node in enumerate(used):
         name = f"_tensor_constant_anyaccel{index}"
-        # As `torch.tensor` in compiled code: a plain attribute, because AOTAutograd rejects buffers that are not inputs.
+        # A plain attribute, as for `torch.tensor` in compiled code: AOTAutograd rejects buffers that are not inputs.
         setattr(module, name, values[node])
         with module.graph.inserting_before(node):
             stored = module.graph.create_node("get_attr", name)
