@@ -18,7 +18,11 @@ from anyaccel.errors import summarize_error
 from anyaccel.forward_overrides import Slot, get_override, set_override
 from anyaccel.runtime.speed.module_fingerprint import LayerHooks, PatchedCode
 from anyaccel.runtime.workarounds.function_modes import has_foreign_modes
-from anyaccel.upstream.torch_compile_internals import remove_compiled_call, restore_compiled_call
+from anyaccel.upstream.torch_compile_internals import (
+    remove_compiled_call,
+    remove_damaged_library,
+    restore_compiled_call,
+)
 
 __all__ = ["CompiledForward", "compile_blocks", "compile_forward", "find_compiled", "remove_compiled_blocks"]
 
@@ -81,6 +85,8 @@ class CompiledForward:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
+            if remove_damaged_library(error):
+                return self(forward, args, kwargs)  # compile again
             # Run eagerly first: if that raises too, the error is the model's own and the compiled code stays.
             output = _run_eagerly(module, forward, args, kwargs)
             self._fall_back(module, summarize_error(error))
