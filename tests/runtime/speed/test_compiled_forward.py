@@ -135,6 +135,26 @@ def test_code_patched_after_compilation_runs(monkeypatch: pytest.MonkeyPatch) ->
     assert "patched" in compiled.failure
 
 
+@torch.no_grad()
+def test_patched_torch_function_runs_until_it_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Doubles(torch.nn.Module):
+        def forward(self, sample: torch.Tensor) -> torch.Tensor:
+            return torch.cat([sample, sample])
+
+    model, plain = Doubles(), torch.cat
+    compile_forward(model, "model", {"backend": "eager"})
+    model(torch.ones(2, 3))
+    compiled = find_compiled(model)
+    assert compiled is not None
+    monkeypatch.setattr(torch, "cat", lambda *args: plain(*args) * 2)
+    compiled.begin_call()
+    assert model(torch.ones(2, 3)).max() == 2
+    monkeypatch.undo()
+    compiled.begin_call()
+    assert model(torch.ones(2, 3)).max() == 1
+    assert not compiled.failure
+
+
 def test_hooks_of_other_libraries_added_after_compilation_run(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
     recipe = recipes()["stable-diffusion"]

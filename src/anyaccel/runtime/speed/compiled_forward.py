@@ -49,6 +49,9 @@ class CompiledForward:
         """Takes the module as its first argument; None if blocks are compiled in place."""
         self._class = type(module)
         self._code = PatchedCode(module)
+        # Apart: libraries patch `torch` for a short time, for example while they load a model in another thread.
+        self._torch_code = PatchedCode(torch.nn.Module(), torch, torch.Tensor)
+        self._is_torch_patched = False
         self._hooks = LayerHooks(module)
 
     def begin_call(self) -> None:
@@ -67,13 +70,14 @@ class CompiledForward:
             self._fall_back(module, "another library replaced the forward method of the model or of a layer")
         elif self._code.changed():
             self._fall_back(module, "its code was patched after compilation")
+        self._is_torch_patched = self._torch_code.changed()
 
     def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the compiled code; if it fails, run eagerly in this and all later calls."""
         module = self._module()
         if self.failure or module is None:
             return forward(*args, **kwargs)
-        if has_foreign_modes():  # compiled code would skip them
+        if has_foreign_modes() or self._is_torch_patched:  # compiled code would skip modes and patches
             return _run_eagerly(module, forward, args, kwargs, keep_compiled=True)
         if self._hooks.any():
             if self._compiled is None:
