@@ -29,6 +29,7 @@ __all__ = [
     "read_compile_times_s",
     "register_compiler",
     "remove_compiled_call",
+    "remove_damaged_library",
     "reset_dynamo",
     "restore_compiled_call",
     "set_ptxas_path",
@@ -40,6 +41,8 @@ __all__ = [
 GRAPH_BREAK_LOGGER = "torch._dynamo.symbolic_convert.__graph_breaks"
 # Logger for artifacts that `torch.compiler.load_cache_artifacts` cannot read (compiler/_cache.py).
 CACHE_LOGGER = "torch.compiler._cache"
+# Name of a library that Inductor's C++ compiler writes (_inductor/codecache.py, `code_hash`).
+_INDUCTOR_LIBRARY = re.compile(r"c[a-z2-7]{51}(\.main)?\.so")
 _BREAK = re.compile(r"Graph break in user code at (?P<file>[^\n]+):(?P<line>\d+)")
 _REASON = re.compile(r"(?:Reason|Graph Break Reason): (?P<reason>[^\n]+)")
 
@@ -153,6 +156,25 @@ def find_inductor_cache() -> str:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return os.path.abspath(default_cache_dir())
+
+
+def remove_damaged_library(error: BaseException) -> bool:
+    """Remove the library that could not be imported because Inductor's C++ compiler was killed while writing it.
+
+    Return whether there was one. Inductor never compiles a library again if its file exists
+    (_inductor/codecache.py, `CppCodeCache`; torch 2.13).
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        path = getattr(cause, "path", None)
+        if isinstance(cause, ImportError) and path and _INDUCTOR_LIBRARY.fullmatch(os.path.basename(path)):
+            try:
+                os.unlink(path)
+            except OSError:
+                return False
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def load_dynamo() -> None:

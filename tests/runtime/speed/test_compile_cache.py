@@ -17,7 +17,7 @@ from anyaccel.errors import UsageError
 from anyaccel.planning.decision import Decision
 from anyaccel.recipes import recipes
 from anyaccel.runtime.placement_state import Placement, find_placement
-from anyaccel.runtime.speed import compile_cache
+from anyaccel.runtime.speed import compile_cache, compile_cache_key
 from anyaccel.runtime.speed.apply_speedups import SpeedState, load_compiled, save_compiled
 from anyaccel.runtime.speed.compile import compile_cache_env
 from anyaccel.runtime.speed.compile_cache_key import make_cache_key
@@ -301,6 +301,31 @@ def test_unloadable_payloads_are_logged_and_replaced(
         "only anyaccel may log, without a traceback from torch"
     )
     assert "cannot load" in caplog.text
+
+
+@NEEDS_RECIPES
+def test_the_key_covers_code_options_and_versions(
+    placed: tuple[Any, Placement], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pipe, placement = placed
+    before = make_cache_key(pipe, placement, "16 × 16")
+    assert make_cache_key(pipe, placement, "16 × 16") == before
+    assert {"python", "torch", "triton", "diffusers", "anyaccel", "device", "code"} <= set(before)
+    for folder in ("runtime/speed", "runtime/workarounds"):
+        shutil.copytree(Path(anyaccel.__file__).parent / folder, tmp_path / folder)
+    monkeypatch.setattr(compile_cache_key, "__file__", str(tmp_path / "runtime/speed/compile_cache_key.py"))
+    copied = make_cache_key(pipe, placement, "16 × 16")["code"]
+    fusions = tmp_path / "runtime/speed/graph_fusions.py"
+    fusions.write_text(fusions.read_text().replace("1e-5", "1e-6"))
+    assert make_cache_key(pipe, placement, "16 × 16")["code"] != copied
+    monkeypatch.undo()
+    source = tmp_path / "layers.py"
+    for content in ("eps = 1", "eps = 2"):
+        source.write_text(content)
+        monkeypatch.setattr("diffusers.models.transformers.transformer_flux.__file__", str(source))
+        key = make_cache_key(pipe, placement, "16 × 16")
+        assert key["code"] != before["code"]
+        before = key
 
 
 @NEEDS_RECIPES

@@ -2,8 +2,10 @@
 
 import functools
 import gc
+import importlib.util
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -133,6 +135,26 @@ def test_code_patched_after_compilation_runs(monkeypatch: pytest.MonkeyPatch) ->
     assert "patched" in compiled.failure
 
 
+@torch.no_grad()
+def test_patched_torch_function_runs_until_it_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Doubles(torch.nn.Module):
+        def forward(self, sample: torch.Tensor) -> torch.Tensor:
+            return torch.cat([sample, sample])
+
+    model, plain = Doubles(), torch.cat
+    compile_forward(model, "model", {"backend": "eager"})
+    model(torch.ones(2, 3))
+    compiled = find_compiled(model)
+    assert compiled is not None
+    monkeypatch.setattr(torch, "cat", lambda *args: plain(*args) * 2)
+    compiled.begin_call()
+    assert model(torch.ones(2, 3)).max() == 2
+    monkeypatch.undo()
+    compiled.begin_call()
+    assert model(torch.ones(2, 3)).max() == 1
+    assert not compiled.failure
+
+
 def test_hooks_of_other_libraries_added_after_compilation_run(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
     recipe = recipes()["stable-diffusion"]
@@ -229,6 +251,28 @@ def test_blocks_that_fail_to_compile_run_eagerly() -> None:
     compiled = find_compiled(model)
     assert compiled is not None
     assert "compiles nothing" in compiled.failure
+
+
+@torch.no_grad()
+def test_library_of_a_killed_compiler_is_compiled_again(tmp_path: Path) -> None:
+    library, calls = tmp_path / f"c{'a' * 51}.main.so", []
+    library.touch()
+
+    def compile_graph(graph: Any, inputs: Any) -> Any:
+        calls.append(1)
+        if library.exists():  # as Inductor does
+            spec = importlib.util.spec_from_file_location("library", library)
+            assert spec is not None
+            importlib.util.module_from_spec(spec)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = Model()
+    compile_forward(model, "model", {"backend": compile_graph})
+    assert model(torch.ones(2, 3)).shape == (2, 3)
+    compiled = find_compiled(model)
+    assert compiled is not None
+    assert (compiled.failure, len(calls), library.exists()) == ("", 2, False)
 
 
 @pytest.fixture

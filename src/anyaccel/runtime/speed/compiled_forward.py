@@ -18,7 +18,11 @@ from anyaccel.errors import summarize_error
 from anyaccel.forward_overrides import Slot, get_override, set_override
 from anyaccel.runtime.speed.module_fingerprint import LayerHooks, PatchedCode
 from anyaccel.runtime.workarounds.function_modes import has_foreign_modes
-from anyaccel.upstream.torch_compile_internals import remove_compiled_call, restore_compiled_call
+from anyaccel.upstream.torch_compile_internals import (
+    remove_compiled_call,
+    remove_damaged_library,
+    restore_compiled_call,
+)
 
 __all__ = ["CompiledForward", "compile_blocks", "compile_forward", "find_compiled", "remove_compiled_blocks"]
 
@@ -45,6 +49,9 @@ class CompiledForward:
         """Takes the module as its first argument; None if blocks are compiled in place."""
         self._class = type(module)
         self._code = PatchedCode(module)
+        # Apart: libraries patch `torch` for a short time, for example while they load a model in another thread.
+        self._torch_code = PatchedCode(torch.nn.Module(), torch, torch.Tensor)
+        self._is_torch_patched = False
         self._hooks = LayerHooks(module)
 
     def begin_call(self) -> None:
@@ -63,6 +70,7 @@ class CompiledForward:
             self._fall_back(module, "another library replaced the forward method of the model or of a layer")
         elif self._code.changed():
             self._fall_back(module, "its code was patched after compilation")
+        self._is_torch_patched = self._torch_code.changed()
 
     def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the compiled code; if it fails, run eagerly in this and all later calls."""
@@ -70,7 +78,7 @@ class CompiledForward:
         # With gradients, a second graph would be compiled for autograd, for a few calls at most (attend-and-excite).
         if self.failure or module is None or torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if has_foreign_modes():  # compiled code would skip them
+        if has_foreign_modes() or self._is_torch_patched:  # compiled code would skip modes and patches
             return _run_eagerly(module, forward, args, kwargs, keep_compiled=True)
         if self._hooks.any():
             if self._compiled is None:
@@ -82,6 +90,8 @@ class CompiledForward:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
+            if remove_damaged_library(error):
+                return self(forward, args, kwargs)  # compile again
             # Run eagerly first: if that raises too, the error is the model's own and the compiled code stays.
             output = _run_eagerly(module, forward, args, kwargs)
             self._fall_back(module, summarize_error(error))

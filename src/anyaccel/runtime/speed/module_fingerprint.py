@@ -248,7 +248,7 @@ class ModuleFingerprint:
 
     def _read_addresses(self) -> Iterator[Any]:
         weights = chain.from_iterable(table.values() for table in self._weights)
-        return map(_describe_memory, filter(_is_tensor, chain(weights, (tensor() for tensor in self._tensors))))
+        return map(_describe_memory, filter(_is_present, chain(weights, (tensor() for tensor in self._tensors))))
 
 
 def _without_overrides(layer: dict[str, Any]) -> Iterator[Any]:
@@ -262,12 +262,13 @@ def _without_overrides(layer: dict[str, Any]) -> Iterator[Any]:
             yield value.beneath
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_present(value: Any) -> bool:
     return value is not None
 
 
 def _describe_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the address and strides of a tensor, and the value of a CPU scalar, which a graph contains as a constant."""
+    """Return the address and strides of a tensor, and the value of a CPU scalar."""
+    # A captured graph contains the value of a CPU scalar as a constant.
     value = tensor.item() if tensor.dim() == 0 and tensor.device.type == "cpu" else None
     return tensor.data_ptr(), tensor.stride(), value
 
