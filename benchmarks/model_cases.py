@@ -1,12 +1,10 @@
-"""Cases of `benchmarks.models`: one full-size model of each kind, and a small version of it for tests."""
+"""Cases of `benchmarks.models`: one full-size model of each kind."""
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from anyaccel.bench.case import BenchCase
 
-__all__ = ["CASES", "GIB", "make_small"]
+__all__ = ["CASES", "GIB", "MODELS"]
 
 MODELS = Path(__file__).parent / "models"
 SIDE = {"height": 1024, "width": 1024}

@@ -23,9 +23,9 @@ import diffusers
 
 import anyaccel
 from anyaccel.bench.bench import measure_file_psnr, run_together
-from anyaccel.bench.case import ANYACCEL, FAST, OFFLOADED, OURS, STOCK, VARIANTS, BenchCase
+from anyaccel.bench.case import FAST, OFFLOADED, OURS, STOCK, VARIANTS, BenchCase
 from anyaccel.errors import NotMeasurableError, UsageError, nearest
-from benchmarks.model_cases import CASES, GIB
+from benchmarks.model_cases import CASES, GIB, MODELS
 from benchmarks.provenance import describe_run, read_commit
 from benchmarks.speed import print_progress
 
@@ -37,7 +37,7 @@ RESIDENT = {"check_finite": False, "compile": True, "expected_images": 10_000, "
 """Placement options. Other processes use the same device, so the plan must not depend on its free memory."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Part:
     """Variants of a case that run in the same batch."""
 
@@ -110,13 +110,13 @@ def run_batch(batch: list[Part], options: argparse.Namespace, folder: Path) -> I
 def summarize(name: str, variants: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the row of a case: its variants, their times against stock compiled, PSNR and memory errors."""
     case = CASES[name]
-    row: dict[str, Any] = {"case": name, "title": case.title, "model": case.model, "call": case.call,
+    row: dict[str, Any] = {"case": name, "title": case.title, "model": case.model.removeprefix(f"{MODELS}/"), "call": case.call,
                            "stock_compile": case.stock_compile, "offload": case.offload, "variants": {}}  # fmt: skip
     compiled = variants.get(STOCK[1], {}).get("median_s")
     for variant in VARIANTS:
         if variant not in variants:
             continue
-        result = {key: value for key, value in variants[variant].items() if key not in ("file", "psnr_db", "spread")}
+        result = {key: value for key, value in variants[variant].items() if key not in ("file", "psnr_db")}
         if compiled and "median_s" in result:
             result["against stock compiled"] = round(compiled / result["median_s"], 3)
         if "forecast" in result and result.get("peak_bytes"):
