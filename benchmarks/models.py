@@ -110,8 +110,9 @@ def run_batch(batch: list[Part], options: argparse.Namespace, folder: Path) -> I
 def summarize(name: str, variants: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the row of a case: its variants, their times against stock compiled, PSNR and memory errors."""
     case = CASES[name]
-    row: dict[str, Any] = {"case": name, "title": case.title, "model": case.model.removeprefix(f"{MODELS}/"), "call": case.call,
-                           "stock_compile": case.stock_compile, "offload": case.offload, "variants": {}}  # fmt: skip
+    row: dict[str, Any] = {"case": name, "title": case.title, "model": case.model.removeprefix(f"{MODELS}/"),
+                           "call": case.call, "stock_compile": case.stock_compile, "offload": case.offload,
+                           "variants": {}}  # fmt: skip
     compiled = variants.get(STOCK[1], {}).get("median_s")
     for variant in VARIANTS:
         if variant not in variants:

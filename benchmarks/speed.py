@@ -62,7 +62,8 @@ CASES = {
         call={"num_inference_steps": 20, "guidance_scale": 8.0, "num_images_per_prompt": 8, **SIDE}),
     "dev": BenchCase(
         model="black-forest-labs/FLUX.1-schnell", title="FLUX.1-dev, 1024², 28 steps", floor_s=2.65,
-        config={"transformer": {"guidance_embeds": True}}, embeds={"prompt_embeds": (1, 512, 4096), "pooled_prompt_embeds": (1, 768)},
+        config={"transformer": {"guidance_embeds": True}},
+        embeds={"prompt_embeds": (1, 512, 4096), "pooled_prompt_embeds": (1, 768)},
         call={"num_inference_steps": 28, "guidance_scale": 3.5, **SIDE}),
 }  # fmt: skip
 """Benchmark cases; the floors are the FLOPs of a call at 790 TFLOP/s."""

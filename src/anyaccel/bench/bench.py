@@ -102,8 +102,8 @@ def run_together(
 
     With `concurrent_warmup`, all variants warm up at the same time; the timed calls always run one
     after another. A variant fails if its first images or one timed call take longer than `timeout_s`
-    seconds. After `enough_s` seconds of timed calls, a case gets no further rounds. The images are saved under `output_dir`, by
-    default in a temporary folder.
+    seconds. After `enough_s` seconds of timed calls, a case gets no further rounds. The images are saved
+    under `output_dir`, by default in a temporary folder.
 
     The result of a failed variant contains `error`, `hint` and `details`. If all variants of a case
     fail, the dict for the case also contains `error` and `hint`.
