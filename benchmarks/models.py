@@ -4,7 +4,8 @@
     python -m benchmarks.models cuda --cases "ltx2:anyaccel,anyaccel offloaded"
     python -m benchmarks.models cuda --list                         the cases and the batches they run in
 
-Writes benchmarks/results/models_DEVICE.json after every batch, and keeps the rows of other cases that the file has.
+Writes benchmarks/results/models_DEVICE.json after every batch, and keeps what the file has of other cases and, from the
+same commit, of other variants.
 The variants run in batches that fit into the device's memory: those of one batch warm up concurrently and are measured
 one at a time. The configs are in benchmarks/models; `--commit` and `--out` are for a copy without .git.
 """
@@ -66,13 +67,15 @@ def list_parts(selection: list[str]) -> Iterator[Part]:
 def make_batches(parts: list[Part], limit_gib: int, max_processes: int) -> list[list[Part]]:
     """Return the parts in batches that fit into the memory: a case in as few batches as possible.
 
-    Offloaded variants get their own batches: they do not compile, and would wait for those that do.
+    Offloaded variants get their own batches, because they do not compile and would wait for those that do. These
+    batches are half as large: the weights are also in host memory, of which machines have less.
     """
     batches: list[list[Part]] = []
     for part in sorted(parts, key=lambda part: OFFLOADED in part.variants):
+        limit = limit_gib // 2 if OFFLOADED in part.variants else limit_gib
         for batch in batches:
             together = [*batch, part]
-            fits = sum(other.gib for other in together) <= limit_gib
+            fits = sum(other.gib for other in together) <= limit
             fits &= sum(len(other.variants) for other in together) <= max_processes
             if fits and all((OFFLOADED in other.variants) == (OFFLOADED in part.variants) for other in batch):
                 batch.append(part)
@@ -126,7 +129,8 @@ def summarize(name: str, variants: dict[str, dict[str, Any]]) -> dict[str, Any]:
         row["variants"][variant] = result
     references = {FAST: OURS, OURS: STOCK[0], STOCK[1]: STOCK[0], OFFLOADED: OURS}
     for variant, reference in references.items():
-        if "median_s" in variants.get(variant, {}) and "median_s" in variants.get(reference, {}):
+        # Results from an earlier run have no image.
+        if all({"median_s", "file"} <= variants.get(key, {}).keys() for key in (variant, reference)):
             result = row["variants"][variant]
             try:
                 files = [Path(variants[key]["file"]) for key in (variant, reference)]
@@ -144,6 +148,12 @@ def compare_forecast(result: dict[str, Any]) -> dict[str, float]:
         for label, (predicted, measured) in pairs.items()
         if result.get(measured)
     }
+
+
+def read_variants(path: Path, commit: str) -> dict[str, dict[str, Any]]:
+    """Return the variants of each case in an existing file that were measured with this commit."""
+    rows = json.loads(path.read_text())["rows"] if path.is_file() else []
+    return {row["case"]: row["variants"] for row in rows if row["commit"] == commit}
 
 
 def write_report(path: Path, report: dict[str, Any], rows: dict[str, dict[str, Any]]) -> None:
@@ -192,13 +202,14 @@ def main() -> None:
     if options.list:
         return
     opened = anyaccel.open_device(options.device)
-    report = {
+    report: dict[str, Any] = {
         "what": "stock diffusers and anyaccel, full size, random weights, without text encoders",
         "device": opened.driver.device_name(opened.index), "evidence": "hardware", "options": RESIDENT,
         "date": datetime.now(timezone.utc).date().isoformat(), **describe_run(options.commit or read_commit()),
     }  # fmt: skip
     report["versions"] |= {"diffusers": diffusers.__version__}
-    variants: dict[str, dict[str, Any]] = {}
+    path = options.out / f"models_{opened.sheet.name}.json"
+    variants = read_variants(path, report["commit"])
     rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="anyaccel-models-") as folder:
         for number, batch in enumerate(batches):
@@ -208,7 +219,7 @@ def main() -> None:
             for name, results in run_batch(batch, options, Path(folder) / str(number)):
                 variants.setdefault(name, {}).update(results)
                 rows[name] = summarize(name, variants[name])
-                write_report(options.out / f"models_{opened.sheet.name}.json", report, rows)
+                write_report(path, report, rows)
                 print_row(rows[name])
 
 

@@ -1,6 +1,8 @@
 """Tests for the full-size cases of `benchmarks.models`: their parameter counts, and small versions of their calls."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from anyaccel.bench.case import ANYACCEL, OFFLOADED, STOCK, BenchCase
 from anyaccel.bench.pipelines import make_call, make_pipeline
 from benchmarks.model_cases import CASES, GIB
-from benchmarks.models import Part, list_parts, make_batches, summarize
+from benchmarks.models import Part, list_parts, make_batches, read_variants, summarize, write_report
 
 # AutoencoderOobleck of diffusers 0.42 uses the older function.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
@@ -168,3 +170,16 @@ def test_a_row_has_ratios_and_the_error_of_the_forecast() -> None:
     assert ours["forecast_error_percent"] == {"peak": 10.0, "with captured graphs": -25.0}
     assert row["model"] == "sana-1600m-1024px"
     assert "not_compared" in ours, "there is no image"
+
+
+def test_a_second_run_adds_variants_and_keeps_other_cases(tmp_path: Path) -> None:
+    path = tmp_path / "models.json"
+    first = {"stock compiled": {"median_s": 2.0, "file": "", "psnr_db": None}}
+    write_report(path, {"commit": "a"}, {name: summarize(name, first) for name in ("sana", "wan")})
+    variants = read_variants(path, "a")["sana"] | {"anyaccel": {"median_s": 1.0, "file": ""}}
+    write_report(path, {"commit": "a"}, {"sana": summarize("sana", variants)})
+    rows = {row["case"]: row for row in json.loads(path.read_text())["rows"]}
+    assert list(rows["sana"]["variants"]) == ["stock compiled", "anyaccel"]
+    assert rows["sana"]["variants"]["anyaccel"]["against stock compiled"] == 2.0
+    assert list(rows["wan"]["variants"]) == ["stock compiled"]
+    assert read_variants(path, "b") == {}
