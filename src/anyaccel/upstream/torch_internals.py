@@ -210,7 +210,8 @@ def assume_all_nonzero() -> AbstractContextManager[None]:
     # torch/fx/experimental/_config.py
     from torch.fx.experimental import _config
 
-    context: AbstractContextManager[None] = _config.patch(meta_nonzero_assume_all_nonzero=True)
+    config: Any = _config  # `patch` is added to the module when it is imported
+    context: AbstractContextManager[None] = config.patch(meta_nonzero_assume_all_nonzero=True)
     return context
 
 
