@@ -68,7 +68,7 @@ def make_job_spec(device: str, *, tiny: bool) -> BenchCase:
     if tiny:
         embeds: dict[str, tuple[int, ...]] = dict.fromkeys(case.embeds, (1, 77, 64))
         call |= {"height": 32, "width": 32, "num_inference_steps": 4}
-        return replace(case, config=TINY, embeds=embeds, call=call)
+        return replace(case, config={"unet": TINY}, embeds=embeds, call=call)
     return replace(case, call=call)
 
 

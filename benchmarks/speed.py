@@ -25,7 +25,7 @@ import anyaccel
 from anyaccel.backends.device import this_machine
 from anyaccel.bench.bench import run_together
 from anyaccel.bench.case import FAST, OURS, BenchCase
-from anyaccel.bench.pipelines import KINDS
+from anyaccel.bench.pipelines import is_left_out
 from benchmarks.provenance import read_commit
 
 RESULTS = Path(__file__).parent / "results"
@@ -62,7 +62,8 @@ CASES = {
         call={"num_inference_steps": 20, "guidance_scale": 8.0, "num_images_per_prompt": 8, **SIDE}),
     "dev": BenchCase(
         model="black-forest-labs/FLUX.1-schnell", title="FLUX.1-dev, 1024², 28 steps", floor_s=2.65,
-        config={"guidance_embeds": True}, embeds={"prompt_embeds": (1, 512, 4096), "pooled_prompt_embeds": (1, 768)},
+        config={"transformer": {"guidance_embeds": True}},
+        embeds={"prompt_embeds": (1, 512, 4096), "pooled_prompt_embeds": (1, 768)},
         call={"num_inference_steps": 28, "guidance_scale": 3.5, **SIDE}),
 }  # fmt: skip
 """Benchmark cases; the floors are the FLOPs of a call at 790 TFLOP/s."""
@@ -84,7 +85,7 @@ def explain_rows(path: Path, device: str) -> None:
         sides, images = {side: row["call"][side] for side in SIDE}, row["call"].get("num_images_per_prompt", 1)
         plan = anyaccel.explain(row["model"], device, batch=images, dtype=row["dtype"], compile=True, **sides)
         assert plan.forecast is not None
-        text_encoders = sum(size for name, size in plan.forecast.components if name not in KINDS)
+        text_encoders = sum(size for name, size in plan.forecast.components if is_left_out(name))
         row["explained_bytes"] = {
             "peak": max(size for phase, size in plan.forecast.phases if phase != "encode") - text_encoders,
             "once recorded": plan.forecast.recorded_peak_bytes - text_encoders,

@@ -75,7 +75,7 @@ def test_noise_is_the_same_in_every_dtype() -> None:
 
 
 def test_full_size_models_are_created_from_config_files() -> None:
-    small = {"block_out_channels": [32, 32, 64, 64], "layers_per_block": 1}
+    small = {"unet": {"block_out_channels": [32, 32, 64, 64], "layers_per_block": 1}}
     case = BenchCase(
         model="stable-diffusion-v1-5/stable-diffusion-v1-5", device="cpu", dtype="float32", random=True, config=small,
         embeds={"prompt_embeds": (1, 77, 768), "negative_prompt_embeds": (1, 77, 768)},

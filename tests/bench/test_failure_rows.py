@@ -232,3 +232,23 @@ def test_the_cause_names_the_error_and_its_first_line() -> None:
     assert cause(MemoryError()) == "MemoryError"
     assert cause(UsageError("not a valid size", hint="use 8")) == "not a valid size"
     assert make_failure_row("stock eager", UsageError("a", hint="use 8"))["hint"] == "use 8"
+
+
+def test_a_variant_that_takes_too_long_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_TEST", json.dumps({"stock eager": {"go": "wait"}}))
+    # The first images of the others must not exceed the limit on a busy machine.
+    [row] = run_together([BenchCase(model="tiny", variants=("stock eager", "anyaccel"))], rounds=1, timeout_s=20.0)
+    assert row["variants"]["stock eager"]["error"] == "stock eager failed: it was not done after 20 s"
+    assert row["variants"]["anyaccel"]["timed_images"] == 1
+
+
+def test_rounds_end_once_a_case_has_been_timed_long_enough(tmp_path: Path) -> None:
+    variants = ("anyaccel", "anyaccel offloaded")
+    cases = [BenchCase(model="tiny", variants=variants)]
+    [row] = run_together(cases, rounds=3, output_dir=tmp_path)
+    assert {name: result["timed_images"] for name, result in row["variants"].items()} == dict(
+        zip(variants, (3, 1), strict=True)
+    )
+    assert (tmp_path / "0" / "anyaccel offloaded.npy").is_file()
+    [row] = run_together(cases, rounds=3, enough_s=0.0)
+    assert row["variants"]["anyaccel"]["timed_images"] == 1

@@ -284,3 +284,11 @@ def test_read_timeout() -> None:
     assert internals.read_timeout(options) == datetime.timedelta(seconds=7)
     source = inspect.getsource(distributed.distributed_c10d._new_process_group_helper)
     assert "backend_options._timeout" in source
+
+
+def test_boolean_indexing_on_meta_selects_every_element() -> None:
+    values, mask = torch.empty(3, 2, device="meta"), torch.empty(3, dtype=torch.bool, device="meta")
+    with pytest.raises(NotImplementedError):
+        values[mask]
+    with internals.assume_all_nonzero():
+        assert values[mask].shape == (3, 2)

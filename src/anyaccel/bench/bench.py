@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from anyaccel.bench.case import FAST, OURS, STOCK, VARIANTS, BenchCase
-from anyaccel.bench.failure_rows import make_exit_row
+from anyaccel.bench.case import FAST, OFFLOADED, OURS, STOCK, VARIANTS, BenchCase
+from anyaccel.bench.failure_rows import make_exit_row, make_timeout_row
 from anyaccel.errors import NotMeasurableError, UsageError, nearest
 from anyaccel.generation.image_difference import measure_psnr
 from anyaccel.processes.json_line_worker import JsonLineWorker
@@ -23,33 +25,48 @@ __all__ = ["measure_file_psnr", "run_bench", "run_together"]
 ProgressCallback = Callable[[str], None]
 # Images before the measurement: the first compiles, the next ones capture graphs.
 _WARMUP_IMAGES = 3
+# Offloaded weights are neither compiled nor captured, and each image takes long.
+_OFFLOADED_WARMUP_IMAGES, _OFFLOADED_ROUNDS = 1, 1
 
 
 class _Variant:
     """A benchmark variant, such as `stock eager` or `anyaccel`, with its worker process and results."""
 
-    def __init__(self, name: str, case: BenchCase, folder: Path, warm: int) -> None:
+    def __init__(self, name: str, case: BenchCase, folder: Path, timeout_s: float) -> None:
         self.name, self.seconds = name, list[float]()
+        self.timeout_s, self._sent_at = timeout_s, time.monotonic()
         self.row: dict[str, Any] = {}
         # One process per variant: compiled models in one process slow each other down, because all guards are checked.
         self.worker = JsonLineWorker("anyaccel.bench.worker")
+        warm = _OFFLOADED_WARMUP_IMAGES if name == OFFLOADED else _WARMUP_IMAGES
         self.worker.send({"case": case.to_dict(), "variant": name, "folder": str(folder), "warm": warm})
 
     def request(self, command: str) -> dict[str, Any]:
         """Send a command to the worker process and return its response."""
+        self._sent_at = time.monotonic()
         self.worker.send(command)
         return self.receive()
 
     def receive(self) -> dict[str, Any]:
-        """Return the worker's next response; if it contains an `error`, store it as the variant's result."""
+        """Return the worker's next response; if it contains an `error`, store it as the variant's result.
+
+        A worker that has not responded `timeout_s` seconds after the command is killed.
+        """
         try:
-            answer: dict[str, Any] = self.worker.receive()
+            answer: dict[str, Any] = self.worker.receive(self._count_seconds_left())
         except EOFError:
             status = self.worker.close()
-            answer = make_exit_row(self.name, status, self.worker.stderr)
+            answer = (
+                make_exit_row(self.name, status, self.worker.stderr)
+                if self._count_seconds_left()
+                else make_timeout_row(self.name, self.timeout_s, self.worker.stderr)
+            )
         if "error" in answer:
             self.row = answer
         return answer
+
+    def _count_seconds_left(self) -> float:
+        return max(0.0, min(threading.TIMEOUT_MAX, self.timeout_s - (time.monotonic() - self._sent_at)))
 
     @property
     def failed(self) -> bool:
@@ -76,24 +93,31 @@ def run_together(
     *,
     rounds: int = 5,
     concurrent_warmup: bool = True,
+    timeout_s: float = float("inf"),
+    enough_s: float = float("inf"),
+    output_dir: Path | None = None,
     on_progress: ProgressCallback = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
     """Benchmark several cases and yield one dict with results per case.
 
     With `concurrent_warmup`, all variants warm up at the same time; the timed calls always run one
-    after another. The result of a failed variant contains `error`, `hint` and `details`. If all
-    variants of a case fail, the dict for the case also contains `error` and `hint`.
+    after another. A variant fails if its first images or one timed call take longer than `timeout_s`
+    seconds. After `enough_s` seconds of timed calls, a case gets no further rounds. The images are saved
+    under `output_dir`, by default in a temporary folder.
+
+    The result of a failed variant contains `error`, `hint` and `details`. If all variants of a case
+    fail, the dict for the case also contains `error` and `hint`.
     """
     _check_arguments(cases, rounds)
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="anyaccel-bench-")))
+        folder = output_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="anyaccel-bench-")))
         started: list[tuple[BenchCase, list[_Variant], Path]] = []
         for number, case in enumerate(cases):
             case_folder = folder / str(number)
-            case_folder.mkdir()
+            case_folder.mkdir(exist_ok=True)
             variants = []
             for name in case.variants:
-                variant = _Variant(name, case, case_folder, _WARMUP_IMAGES)
+                variant = _Variant(name, case, case_folder, timeout_s)
                 stack.callback(variant.worker.kill)
                 variant.worker.send("warm")
                 variants.append(variant)
@@ -106,7 +130,7 @@ def run_together(
                 for variant in variants:
                     _wait_for_warmup(variant, case, on_progress)
         for case, variants, case_folder in started:
-            yield _measure(case, variants, case_folder, rounds, on_progress)
+            yield _measure(case, variants, case_folder, (rounds, enough_s), on_progress)
             # Frees the device memory for the next case.
             for variant in variants:
                 variant.worker.kill()
@@ -128,13 +152,21 @@ def _wait_for_warmup(variant: _Variant, case: BenchCase, on_progress: ProgressCa
 
 
 def _measure(
-    case: BenchCase, variants: list[_Variant], folder: Path, rounds: int, on_progress: ProgressCallback
+    case: BenchCase, variants: list[_Variant], folder: Path, limits: tuple[int, float], on_progress: ProgressCallback
 ) -> dict[str, Any]:
+    rounds, enough_s = limits
     head = {"title": case.title or case.model, "model": case.model, "call": case.call, "dtype": case.dtype,
             "random_weights": case.random, "rounds": rounds, "floor_s": case.floor_s}  # fmt: skip
     reference = next((variant.name for variant in variants if not variant.failed), "")
+    start = time.monotonic()
     for index in range(rounds):
-        running = [variant for variant in variants if not variant.failed]
+        running = [
+            variant
+            for variant in variants
+            if not variant.failed and (variant.name != OFFLOADED or index < _OFFLOADED_ROUNDS)
+        ]
+        if index and time.monotonic() - start > enough_s:
+            break
         if running:
             on_progress(f"{head['title']}: round {index + 1} of {rounds}")
         # Each round starts with another variant, so that none always runs on a warmer device.
@@ -170,6 +202,7 @@ def _summarize(variant: _Variant, folder: Path, reference: str) -> dict[str, Any
     ordered = sorted(variant.seconds)
     row = {
         "median_s": round(statistics.median(ordered), 5),
+        "timed_images": len(ordered),
         "spread_s": [round(ordered[0], 5), round(ordered[-1], 5)],
         **variant.row,
         **details,

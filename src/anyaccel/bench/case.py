@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-__all__ = ["FAST", "OURS", "STOCK", "USUAL", "VARIANTS", "BenchCase"]
+__all__ = ["ANYACCEL", "FAST", "OFFLOADED", "OURS", "STOCK", "USUAL", "VARIANTS", "BenchCase"]
 
 STOCK = ("stock eager", "stock compiled")
-OURS, FAST = "anyaccel", "anyaccel fast"
-VARIANTS = (*STOCK, OURS, FAST)
+OURS, FAST, OFFLOADED = "anyaccel", "anyaccel fast", "anyaccel offloaded"
+ANYACCEL = (OURS, FAST, OFFLOADED)
+VARIANTS = (*STOCK, *ANYACCEL)
 # Default variants of a case.
 USUAL = (*STOCK, OURS)
 
@@ -27,16 +28,26 @@ class BenchCase:
     device: str = "auto"
     dtype: str | None = None
     random: bool = False
-    """Whether to use a full-size denoiser and autoencoder with random weights and no text encoders."""
+    """Whether to use full-size models with random weights and no text encoders."""
+    pipeline: str = ""
+    """Name of a pipeline class that replaces the one in the model's index; only with `random`."""
     embeds: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Shapes of the prompt embeddings, for cases without text encoders."""
+    """Shapes of the prompt embeddings and their masks, for cases without text encoders."""
+    images: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Width and height of the input images, by argument name; a name with `mask` gets a mask."""
     call: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
-    """Overrides for the denoiser's config."""
+    config: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Overrides for the config files, by component name."""
     scheduler: str = ""
     """Name of a scheduler class that replaces the default one."""
     options: dict[str, Any] = field(default_factory=dict)
     """Placement options of the anyaccel variants."""
+    offload: str = "component"
+    """The `memory` option of the variant `anyaccel offloaded`."""
+    stock_compile: tuple[str, ...] = ("denoiser", "vae")
+    """What `stock compiled` compiles: `denoiser`, `vae`, or `blocks` for only the repeated blocks of the denoiser."""
+    profile: bool = True
+    """Whether to profile one more call of the anyaccel variants."""
     variants: tuple[str, ...] = USUAL
     floor_s: float | None = None
     """Lower bound of the time, computed from the FLOPs and the peak rate of the device."""
@@ -51,4 +62,11 @@ class BenchCase:
         case = cls(**data)
         # JSON turns tuples into lists.
         embeds = {name: tuple(shape) for name, shape in case.embeds.items()}
-        return replace(case, embeds=embeds, variants=tuple(case.variants))
+        images = {name: (width, height) for name, (width, height) in case.images.items()}
+        return replace(
+            case,
+            embeds=embeds,
+            images=images,
+            variants=tuple(case.variants),
+            stock_compile=tuple(case.stock_compile),
+        )

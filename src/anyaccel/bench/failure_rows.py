@@ -9,7 +9,7 @@ from typing import Any
 from anyaccel.bench.case import STOCK
 from anyaccel.errors import AnyaccelError, summarize_error
 
-__all__ = ["make_exit_row", "make_failure_row"]
+__all__ = ["make_exit_row", "make_failure_row", "make_timeout_row"]
 
 _MAX_LINES = 60
 # Part of the error text of TorchInductor if there is no C++ compiler.
@@ -31,7 +31,7 @@ def make_failure_row(variant: str, error: Exception) -> dict[str, Any]:
 
 def make_exit_row(variant: str, status: int | None, log: str) -> dict[str, Any]:
     """Return the result for a benchmark variant after its process exited without a response."""
-    lines = [line for line in log.splitlines() if line.strip()]
+    lines = _read_lines(log)
     if status is not None and status < 0:
         cause, hint = (
             f"its process was killed by {_name_signal(-status)}",
@@ -41,6 +41,16 @@ def make_exit_row(variant: str, status: int | None, log: str) -> dict[str, Any]:
         cause = lines[-1].strip() if lines else f"its process exited with status {status} and without output"
         hint = "use --json to see the log"
     return {"error": f"{variant} failed: {cause}", "hint": hint, "details": lines[-_MAX_LINES:]}
+
+
+def make_timeout_row(variant: str, timeout_s: float, log: str) -> dict[str, Any]:
+    """Return the result for a benchmark variant that was killed because it took too long."""
+    error = f"{variant} failed: it was not done after {timeout_s:g} s"
+    return {"error": error, "hint": "raise the time limit", "details": _read_lines(log)[-_MAX_LINES:]}
+
+
+def _read_lines(log: str) -> list[str]:
+    return [line for line in log.splitlines() if line.strip()]
 
 
 def _find_hint(variant: str, cause: str, *, compiling: bool) -> str:

@@ -11,17 +11,18 @@ from typing import Any
 import torch
 
 from anyaccel.backends.device import open_device
-from anyaccel.bench.case import FAST, OURS, BenchCase
+from anyaccel.bench.case import ANYACCEL, FAST, OFFLOADED, BenchCase
 from anyaccel.emulator.torch_patch_registry import patched
 from anyaccel.explanation.model_configs import find_model
 from anyaccel.runtime.pipeline import place
 from anyaccel.tracing.meta_pipeline import build_components
 
-__all__ = ["KINDS", "drawing_in_float32", "make_call", "make_pipeline"]
+__all__ = ["drawing_in_float32", "is_left_out", "make_call", "make_pipeline"]
 
 _PROMPT = "a red apple on a table"
-# Components with weights in a random pipeline: the denoiser under either name, and the autoencoder.
-KINDS = ("unet", "transformer", "vae")
+# Components that a random pipeline does not have: the call passes embeddings, and needs no check of the result.
+_LEFT_OUT = ("text_encoder", "safety_checker", "image_encoder")
+_DENOISERS = ("unet", "transformer", "transformer_2")
 
 
 def make_pipeline(case: BenchCase, variant: str) -> Any:
@@ -30,13 +31,16 @@ def make_pipeline(case: BenchCase, variant: str) -> Any:
     device = opened.tensor_device
     stock = _make_random(case, device) if case.random else _load(case)
     dtype = getattr(torch, case.dtype) if case.dtype else None
-    if variant in (OURS, FAST):
-        speed = {"speed": "fast"} if variant == FAST else {}
-        pipe = place(stock, case.device, **({"dtype": case.dtype} if case.dtype else {}), **case.options, **speed)
+    if variant in ANYACCEL:
+        options = {**({"dtype": case.dtype} if case.dtype else {}), **case.options}
+        options |= {"speed": "fast"} if variant == FAST else {}
+        # Offloaded weights move in every call, so compiling would only make the first one slower.
+        options |= {"memory": case.offload, "compile": False} if variant == OFFLOADED else {}
+        pipe = place(stock, case.device, **options)
     else:
         pipe = stock.to(device, dtype) if dtype else stock.to(device)
     if variant == "stock compiled":
-        _compile(pipe)
+        _compile(pipe, case.stock_compile)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -49,27 +53,22 @@ def _load(case: BenchCase) -> Any:
 
 
 def _make_random(case: BenchCase, device: torch.device) -> Any:
-    """Create a pipeline with random weights from config files.
-
-    It contains only a denoiser, an autoencoder and a scheduler.
-    """
+    """Create a pipeline with random weights from config files, without text encoders."""
     import diffusers
 
     library: Any = diffusers
     folder = find_model(case.model)
     descriptions = [
-        replace(component, config={**(component.config or {}), **case.config})
-        if component.name in KINDS[:2]
-        else component
+        replace(component, config={**component.config, **case.config.get(component.name, {})})
         for component in folder.components
-        if component.name in (*KINDS, "scheduler")
+        if component.config is not None and not is_left_out(component.name)
     ]
     # Every process must get the same weights, since the images are compared.
     torch.manual_seed(0)
     components = build_components(descriptions, str(device), getattr(torch, case.dtype or "float32"))
     if case.scheduler:
         components["scheduler"] = getattr(library, case.scheduler)()
-    pipeline_class = getattr(library, folder.pipeline)
+    pipeline_class = getattr(library, case.pipeline or folder.pipeline)
     parameters = inspect.signature(pipeline_class.__init__).parameters
     required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
     # Pipelines accept None for the tokenizers and text encoders, because the call passes embeddings.
@@ -78,25 +77,49 @@ def _make_random(case: BenchCase, device: torch.device) -> Any:
     return pipeline_class(**components, **missing, **flags)
 
 
-def _compile(pipe: Any) -> None:
+def is_left_out(component: str) -> bool:
+    """Return whether pipelines with random weights do not have this component."""
+    return component.startswith(_LEFT_OUT)
+
+
+def _compile(pipe: Any, parts: tuple[str, ...]) -> None:
     """Compile the denoiser and the VAE decoder, as the diffusers documentation recommends."""
-    for name in KINDS[:2]:
-        if getattr(pipe, name, None) is not None:
-            setattr(pipe, name, torch.compile(getattr(pipe, name)))
-    if getattr(pipe, "vae", None) is not None:
+    for name in _DENOISERS:
+        denoiser = getattr(pipe, name, None)
+        if denoiser is not None and "blocks" in parts:
+            denoiser.compile_repeated_blocks()
+        elif denoiser is not None and "denoiser" in parts:
+            setattr(pipe, name, torch.compile(denoiser))
+    if getattr(pipe, "vae", None) is not None and "vae" in parts:
         pipe.vae.decode = torch.compile(pipe.vae.decode)
 
 
 def make_call(case: BenchCase, pipe: Any) -> dict[str, Any]:
     """Return the arguments for the pipeline call: a prompt or, for random weights, random embeddings."""
     call: dict[str, Any] = {"output_type": "pt", **case.call}
+    call |= {name: _make_image(name, size) for name, size in case.images.items()}
     if not case.random:
         return {"prompt": _PROMPT, **call}
-    generator = torch.Generator().manual_seed(1)
+    generator, device = torch.Generator().manual_seed(1), open_device(case.device).tensor_device
     for name, shape in case.embeds.items():
-        value = torch.ones(shape) if "mask" in name else torch.randn(shape, generator=generator)
-        call[name] = value.to(pipe.device, getattr(torch, case.dtype or "float32"))
+        if "mask" in name:  # as tokenizers return them
+            call[name] = torch.ones(shape, dtype=torch.int64, device=device)
+        else:
+            call[name] = torch.randn(shape, generator=generator).to(device, getattr(torch, case.dtype or "float32"))
     return call
+
+
+def _make_image(name: str, size: tuple[int, int]) -> Any:
+    """Return an input image with a color gradient or, for a mask, one whose right half is to be replaced."""
+    from PIL import Image
+
+    if "mask" in name:
+        mask = Image.new("L", size, 0)
+        mask.paste(255, (size[0] // 2, 0, *size))
+        return mask
+    horizontal = Image.linear_gradient("L").resize(size)
+    vertical = horizontal.transpose(Image.Transpose.TRANSPOSE).resize(size)
+    return Image.merge("RGB", (horizontal, vertical, Image.new("L", size, 128)))
 
 
 @contextmanager

@@ -20,14 +20,17 @@ class _BenchWorker:
         import torch
 
         from anyaccel.backends.device import open_device
-        from anyaccel.bench.case import BenchCase
+        from anyaccel.bench.case import ANYACCEL, BenchCase
         from anyaccel.bench.pipelines import make_call, make_pipeline
 
         case = BenchCase.from_dict(job["case"])
         self.opened, self.torch = open_device(case.device), torch
         self.pipe = make_pipeline(case, job["variant"])
         self.call, self.folder = make_call(case, self.pipe), Path(job["folder"])
-        self.variant = job["variant"]
+        self.case, self.variant = case, job["variant"]
+        # Before the first call, which compiles the models: a forecast traces them.
+        self.forecast = _forecast(self.pipe, self.call) if self.variant in ANYACCEL else {}
+        self.memory: dict[str, Any] = {}
 
     def generate(self) -> tuple[Any, float]:
         """Generate an image; return the pipeline's output and the elapsed time in seconds."""
@@ -56,28 +59,35 @@ class _BenchWorker:
         for _ in range(images - 1):
             output, _ = self.generate()
         output = output if output is not None else self.generate()[0]
-        numpy.save(self.folder / f"{self.variant}.npy", output.images.float().cpu().numpy())
+        # The first field: images, frames or audios.
+        result = self.torch.as_tensor(next(iter(output.values())))
+        numpy.save(self.folder / f"{self.variant}.npy", result.float().cpu().numpy())
         return {"first_picture_s": round(first_s, 4), **({"compiling_s": compile_times} if compile_times else {})}
 
     def measure(self) -> dict[str, Any]:
-        """Generate one image and return the elapsed time in seconds."""
-        return {"seconds": self.generate()[1]}
-
-    def finish(self) -> dict[str, Any]:
-        """Generate another image; return its peak memory and, for anyaccel, the plan and a profile."""
-        from anyaccel.bench.case import FAST, OURS
+        """Generate one image; return the elapsed time in seconds, and store the peak memory."""
         from anyaccel.errors import NotMeasurableError
 
-        # After the timed images, because the profiler slows a call down.
-        result: dict[str, Any] = {}
+        driver, index = self.opened.driver, self.opened.index
         with contextlib.suppress(NotMeasurableError):
-            self.opened.driver.reset_peak_memory(self.opened.index)
-            self.generate()
-            result["peak_bytes"] = self.opened.driver.max_memory(self.opened.index)
-            result["held_bytes"] = self._read_reserved_bytes()
-        if self.variant in (OURS, FAST):
-            result["plan"] = {name: f"{decision}: {decision.reason}" for name, decision in self.pipe.plan.decisions()}
-            result["profile"] = self._profile()
+            driver.reset_peak_memory(index)
+        seconds = self.generate()[1]
+        with contextlib.suppress(NotMeasurableError):
+            self.memory = {"peak_bytes": driver.max_memory(index), "held_bytes": self._read_reserved_bytes()}
+        return {"seconds": seconds}
+
+    def finish(self) -> dict[str, Any]:
+        """Return the peak memory of the last image and, for anyaccel, the forecast, the plan and a profile."""
+        from anyaccel.bench.case import ANYACCEL
+
+        result = {**self.memory, **self.forecast}
+        if self.variant in ANYACCEL:
+            plan = self.pipe.plan
+            result["plan"] = {name: f"{decision}: {decision.reason}" for name, decision in plan.decisions()}
+            result["memory_in_use"] = f"{plan.memory_in_use}: {plan.memory_in_use.reason}"
+            # After the timed images, because the profiler slows a call down.
+            if self.case.profile:
+                result["profile"] = self._profile()
         return result
 
     def _read_reserved_bytes(self) -> int | None:
@@ -109,6 +119,24 @@ class _BenchWorker:
         ]
         busy_s = round(sum(kernel.device_time_total for kernel in kernels) / 1e6, 4)
         return {"kernels": sum(kernel.count for kernel in kernels), "busy_s": busy_s, "most": rows[:15]}
+
+
+def _forecast(pipe: Any, call: dict[str, Any]) -> dict[str, Any]:
+    """Return the memory that the plan predicts for a call, or the reason why it cannot be predicted."""
+    from anyaccel.errors import summarize_error
+    from anyaccel.runtime.call_request import read_call_request
+    from anyaccel.runtime.introspection import plain_class
+    from anyaccel.runtime.placement.memory_plan import forecast_call
+    from anyaccel.runtime.placement_state import find_placement
+
+    placement = find_placement(pipe)
+    assert placement is not None
+    try:
+        forecast = forecast_call(pipe, placement, read_call_request(pipe, plain_class(pipe).__call__, (), call))
+    except Exception as error:  # noqa: BLE001 - pipelines run arbitrary code; the call is measured anyway
+        return {"not_forecast": summarize_error(error)}
+    keys = ("peak_bytes", "recorded_peak_bytes", "phases", "components")
+    return {"forecast": {key: forecast.to_dict()[key] for key in keys}}
 
 
 def _read_compile_times() -> dict[str, float]:

@@ -85,13 +85,14 @@ def _name_config_file(component: Component) -> Iterator[None]:
 
 
 def build_components(components: Iterable[Component], device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Build untrained models and schedulers from their configs; return them by component name."""
+    """Build untrained models, schedulers and guiders from their configs; return them by component name."""
     built: dict[str, Any] = {}
     for component in components:
-        if component.name == "scheduler":
-            built[component.name] = _find_class(component).from_config(dict(component.config or {}))
-        else:
+        component_class = _find_class(component)
+        if issubclass(component_class, torch.nn.Module):
             built[component.name] = _make_model(None, component, device, dtype)
+        else:
+            built[component.name] = component_class.from_config(dict(component.config or {}))
     return built
 
 

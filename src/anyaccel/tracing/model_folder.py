@@ -17,7 +17,7 @@ from anyaccel.upstream.diffusers_internals import find_renamed_class
 __all__ = ["Component", "ModelFolder", "find_recipe", "is_a", "read_json", "read_model_folder", "require_recipe"]
 
 _INDEX = "model_index.json"
-_CONFIGS = ("config.json", "scheduler_config.json")
+_CONFIGS = ("config.json", "scheduler_config.json", "guider_config.json")
 # The sizes of a published model's weight files, in folders that have its configs only.
 _WEIGHTS = "weights.json"
 # `model.fp16.safetensors`: diffusers loads such files only with `variant="fp16"`.

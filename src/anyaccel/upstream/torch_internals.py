@@ -31,6 +31,7 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "allow_half_precision_attention",
+    "assume_all_nonzero",
     "can_decompose",
     "claim_private_use",
     "count_dispatch_modes",
@@ -202,6 +203,16 @@ def list_computed_weights(module: torch.nn.Module) -> list[str]:
 def read_schema(func: Any) -> Any:
     """Return an operator's schema (_ops.py, `OpOverload`)."""
     return func._schema
+
+
+def assume_all_nonzero() -> AbstractContextManager[None]:
+    """Let boolean indexing on `meta` select every element inside the `with` block; otherwise it raises."""
+    # torch/fx/experimental/_config.py
+    from torch.fx.experimental import _config
+
+    config: Any = _config  # `patch` is added to the module when it is imported
+    context: AbstractContextManager[None] = config.patch(meta_nonzero_assume_all_nonzero=True)
+    return context
 
 
 def can_decompose(func: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,10 +35,12 @@ from anyaccel.tracing.meta_clone import clone_pipeline
 from anyaccel.tracing.meta_module import map_tensors
 from anyaccel.tracing.pipeline_trace import PipelineTrace
 from anyaccel.units import readable
+from anyaccel.upstream.torch_internals import assume_all_nonzero
 
 __all__ = [
     "find_capacity",
     "find_default_side",
+    "forecast_call",
     "list_call_rules",
     "list_pipeline_residences",
     "list_pipeline_rules",
@@ -215,6 +218,20 @@ def plan_call(pipe: Any, placement: Placement, request: CallRequest, rules: list
     if decision.value is None:
         raise make_does_not_fit_error(pipe, placement, request, decision.reason, rules, capacity)
     return CallPlan(Decision(decision.value, decision.reason), forecast)
+
+
+def forecast_call(pipe: Any, placement: Placement, request: CallRequest) -> Forecast:
+    """Return the predicted memory use of a call with the planned memory mode.
+
+    Unlike `plan_call`, this also traces calls that obviously fit, and calls with boolean indexing. It assumes that
+    such an index selects every element, so the prediction can be too high.
+    """
+    rules = list_call_rules(pipe, placement, request.images)
+    rule = _find_default_rule(placement.weights_rule, rules).value
+    capacity = find_capacity(pipe, placement)
+    measure = _make_measurement(pipe, placement, request)
+    with assume_all_nonzero():
+        return make_forecast(measure, request.images, sys.maxsize if capacity is None else capacity, [rule])[1]
 
 
 def _find_default_rule(weights_rule: Decision[MemoryRule], rules: list[MemoryRule]) -> Decision[MemoryRule]:
