@@ -158,11 +158,14 @@ class Portable(VendorAliases):
         warm_up(self, shapes, arguments)
 
     def enable_model_cpu_offload(self, gpu_id: int | None = None, device: Any = None) -> None:
-        """Move each model to the device only while it runs. The device defaults to `"auto"`."""
+        """Move each model to the device only while it runs.
+
+        The device defaults to the accelerator on which the pipeline is placed, or to `"auto"`.
+        """
         self._offload("enable_model_cpu_offload", gpu_id, device)
 
     def enable_sequential_cpu_offload(self, gpu_id: int | None = None, device: Any = None) -> None:
-        """Move each layer to the device only while it runs. The device defaults to `"auto"`."""
+        """Move each layer to the device only while it runs; see `enable_model_cpu_offload`."""
         self._offload("enable_sequential_cpu_offload", gpu_id, device)
 
     def _offload(self, method: str, gpu_id: int | None, device: Any) -> None:
@@ -171,10 +174,11 @@ class Portable(VendorAliases):
             enable(device=device)
             return
         adopt_before_move(self)
-        target = (device if device is not None else "auto") if gpu_id is None else gpu_id
         placement = find_placement(self)
         if placement is not None and placement.running:
             raise make_running_error(self, f"{method} cannot be called")
+        current = "auto" if placement is None or placement.opened.sheet.is_host else placement.opened
+        target = (device if device is not None else current) if gpu_id is None else gpu_id
 
         def cast(_device: torch.device, dtype: torch.dtype | None) -> None:
             # Only the dtype: diffusers moves the models itself when their hooks run.

@@ -28,8 +28,8 @@ class PipelineHooks:
     """Called with a pipeline and the components that were registered with it, usually in its `__init__`."""
     from_pipe: Callable[[Any, Any, Any, dict[str, Any]], Any]
     """Called instead of `from_pipe` with the original method, the class, the pipeline and the keyword arguments."""
-    on_progress_bar: Callable[[Any], None]
-    """Called with a pipeline when it creates a progress bar, which nearly every pipeline call does."""
+    on_progress_bar: Callable[[], None]
+    """Called when a pipeline creates a progress bar, which nearly every pipeline call does."""
 
 
 # The original attributes by class and name; empty if the hooks are not installed.
@@ -93,7 +93,7 @@ def _wrap_from_pipe(before: Callable[..., Any], hooks: PipelineHooks) -> Callabl
 
 def _wrap_progress_bar(before: Callable[..., Any], hooks: PipelineHooks) -> Callable[..., Any]:
     def progress_bar(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hooks.on_progress_bar(self)
+        hooks.on_progress_bar()
         return before(self, *args, **kwargs)
 
     return progress_bar

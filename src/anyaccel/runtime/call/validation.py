@@ -88,11 +88,8 @@ def _find_similar_argument(name: str, known: list[str]) -> str | None:
     return min(containing, key=len) if containing else find_similar(name, known)
 
 
-def reject_unused_seed(pipe: Any) -> None:
-    """Raise `UsageError` if a pipeline that is not placed is running with a `seed`, which has no effect.
-
-    `pipe` is that pipeline or a part of it.
-    """
+def reject_unused_seed() -> None:
+    """Raise `UsageError` if a pipeline that is not placed is running with a `seed`, which has no effect."""
     for caller, keywords in list_calls():
         is_plain = plain_class(caller) is type(caller)
         if is_plain and keywords.get("seed") is not None and find_unused_keywords(type(caller), ["seed"]):

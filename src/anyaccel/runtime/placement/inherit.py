@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from anyaccel.runtime.placement_state import (
     drop_placement,
     find_placed_model,
     find_placement,
+    store_options,
 )
 
 __all__ = ["adopt_before_move", "adopt_placement", "follow_models"]
@@ -47,9 +49,13 @@ def adopt_before_move(pipe: Any) -> None:
     if not cancel_deferred_placement(pipe):
         return
     records = _find_records(pipe)
+    if not records:
+        return
     if len({_key(record.opened, record.plan)[:2] for record in records.values()}) == 1:
         _attach_inherited(pipe, _choose_record(pipe, records))
-    elif any(record.residence != "resident" for record in records.values()):
+        return
+    store_options(pipe, _choose_record(pipe, records).options)
+    if any(record.residence != "resident" for record in records.values()):
         move_to_cpu(pipe)
 
 
@@ -91,10 +97,10 @@ def _key(opened: OpenDevice, plan: Plan) -> tuple[str, int, str]:
 def _check_same_device(records: dict[str, PlacedModel]) -> None:
     devices = {name: f"{record.opened.sheet.name}:{record.opened.index}" for name, record in records.items()}
     if len(set(devices.values())) > 1:
-        first = next(iter(devices.values()))
+        most_common = Counter(devices.values()).most_common(1)[0][0]
         raise UsageError(
             f"the components are placed on different devices: {', '.join(f'{n} on {d}' for n, d in devices.items())}",
-            hint=f'move them to one device, for example with pipe.to("{first}")',
+            hint=f'move them to one device, for example with pipe.to("{most_common}")',
         )
 
 
