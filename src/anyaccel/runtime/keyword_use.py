@@ -54,12 +54,12 @@ def _may_use(classes: tuple[type, ...], name: str) -> bool:
     function = _unwrap_no_grad(vars(classes[index])["__call__"])
     if not hasattr(function, "__code__") or hasattr(function, "__wrapped__"):
         return True  # an unknown decorator may read any argument
-    parameters = inspect.signature(function).parameters
-    if (name in parameters and _is_named(parameters[name])) or not any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
-    ):
+    code = function.__code__
+    # Not inspect.signature, which would take a noticeable part of a short call.
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if name in parameters or not code.co_flags & inspect.CO_VARKEYWORDS:
         return True
-    use = _read_keyword_use(function.__code__)
+    use = _read_keyword_use(code)
     if use is None or name in use.names:
         return True
     return use.passed_to_super and _may_use(classes[index + 1 :], name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +33,7 @@ def adopt_placement(pipe: Any) -> None:
     Raise `UsageError` if the models are on different devices.
     """
     models = find_models(pipe)
-    records = _find_records(pipe)
+    records = _find_records(models)
     if not records:
         return
     _check_same_device(records)
@@ -48,7 +49,7 @@ def adopt_before_move(pipe: Any) -> None:
     """
     if not cancel_deferred_placement(pipe):
         return
-    records = _find_records(pipe)
+    records = _find_records(find_models(pipe))
     if not records:
         return
     if len({_key(record.opened, record.plan)[:2] for record in records.values()}) == 1:
@@ -64,7 +65,9 @@ def follow_models(pipe: Any, placement: Placement) -> Placement:
 
     Raise `UsageError` if another pipeline has moved some of the models to another device.
     """
-    records = _find_records(pipe)
+    # Not `find_models`, which is slow: a model that the user has replaced is placed by the call itself.
+    models = {name: reference() for name, reference in placement.placed.items()}
+    records = _find_records(models)
     others = [record for record in records.values() if record.placement() is not placement]
     if not others or placement.shared or placement.offloaded_by_user:
         return placement
@@ -85,8 +88,8 @@ def follow_models(pipe: Any, placement: Placement) -> Placement:
     return adopted
 
 
-def _find_records(pipe: Any) -> dict[str, PlacedModel]:
-    records = {name: find_placed_model(model) for name, model in find_models(pipe).items()}
+def _find_records(models: Mapping[str, Any]) -> dict[str, PlacedModel]:
+    records = {name: find_placed_model(model) for name, model in models.items()}
     return {name: record for name, record in records.items() if record is not None}
 
 
