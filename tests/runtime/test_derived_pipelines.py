@@ -18,7 +18,6 @@ from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import UsageError, VirtualDeviceError
 from anyaccel.processes.forked_call import call_in_fork
 from anyaccel.recipes import recipes
-from anyaccel.upstream.diffusers_hooks import install_pipeline_hooks, remove_pipeline_hooks
 from tests.conftest import NEEDS_RECIPES
 
 pytestmark = NEEDS_RECIPES
@@ -202,21 +201,6 @@ def test_to_in_another_thread_waits_for_the_call() -> None:
     mover.join()
     assert set(dtypes) == {torch.float32}
     assert pipe.unet.dtype == torch.bfloat16
-
-
-def test_hooks_can_be_removed_and_installed_again(placed: Any) -> None:
-    from anyaccel.runtime.pipeline import _HOOKS
-
-    register = vars(LIBRARY.DiffusionPipeline)["register_modules"]
-    install_pipeline_hooks(_HOOKS)
-    assert vars(LIBRARY.DiffusionPipeline)["register_modules"] is register
-    remove_pipeline_hooks()
-    try:
-        assert type(LIBRARY.StableDiffusionPipeline(**placed.components)) is LIBRARY.StableDiffusionPipeline
-        assert not hasattr(LIBRARY.DiffusionPipeline.register_modules, "__wrapped__")
-    finally:
-        install_pipeline_hooks(_HOOKS)
-    assert isinstance(LIBRARY.StableDiffusionPipeline(**placed.components), anyaccel.DiffusionPipeline)
 
 
 def test_parts_of_a_combined_pipeline_are_not_placed() -> None:

@@ -284,3 +284,10 @@ def test_read_timeout() -> None:
     assert internals.read_timeout(options) == datetime.timedelta(seconds=7)
     source = inspect.getsource(distributed.distributed_c10d._new_process_group_helper)
     assert "backend_options._timeout" in source
+
+
+def test_unwrap_no_grad() -> None:
+    def function() -> None: ...
+
+    assert torch_internals.unwrap_no_grad(function) is function
+    assert torch_internals.unwrap_no_grad(torch.no_grad()(torch.inference_mode()(function))) is function

@@ -9,13 +9,12 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+
+from anyaccel.upstream.torch_internals import unwrap_no_grad
 
 __all__ = ["find_unused_keywords", "list_parameters"]
 
 _READ_METHODS = ("get", "pop", "setdefault")
-# The module of the wrapper that `@torch.no_grad()` creates.
-_NO_GRAD_MODULE = "torch.utils._contextlib"
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def _may_use(classes: tuple[type, ...], name: str) -> bool:
     index = next((index for index, base in enumerate(classes) if "__call__" in vars(base)), None)
     if index is None:
         return True
-    function = _unwrap_no_grad(vars(classes[index])["__call__"])
+    function = unwrap_no_grad(vars(classes[index])["__call__"])
     if not hasattr(function, "__code__") or hasattr(function, "__wrapped__"):
         return True  # an unknown decorator may read any argument
     code = function.__code__
@@ -67,12 +66,6 @@ def _may_use(classes: tuple[type, ...], name: str) -> bool:
 
 def _is_named(parameter: inspect.Parameter) -> bool:
     return parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) and parameter.name != "self"
-
-
-def _unwrap_no_grad(function: Any) -> Any:
-    while getattr(function, "__globals__", {}).get("__name__") == _NO_GRAD_MODULE:
-        function = function.__wrapped__
-    return function
 
 
 @functools.lru_cache(maxsize=1024)
