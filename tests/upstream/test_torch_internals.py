@@ -289,5 +289,5 @@ def test_read_timeout() -> None:
 def test_unwrap_no_grad() -> None:
     def function() -> None: ...
 
-    assert torch_internals.unwrap_no_grad(function) is function
-    assert torch_internals.unwrap_no_grad(torch.no_grad()(torch.inference_mode()(function))) is function
+    assert internals.unwrap_no_grad(function) is function
+    assert internals.unwrap_no_grad(torch.no_grad()(torch.inference_mode()(function))) is function
