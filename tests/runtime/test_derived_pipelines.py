@@ -210,6 +210,15 @@ def test_parts_of_a_combined_pipeline_are_not_placed() -> None:
     assert type(pipe.prior_pipe) is LIBRARY.KandinskyV22PriorPipeline
 
 
+def test_modular_pipelines() -> None:
+    source = anyaccel.place(make("stable-diffusion-xl"), "cpu", dtype="float32")
+    pipe = LIBRARY.StableDiffusionXLAutoBlocks().init_pipeline()
+    names = {spec.name for spec in pipe.blocks.expected_components}
+    parts = {name: part for name, part in source.components.items() if name in names and part is not None}
+    pipe.update_components(**parts)
+    assert pipe.plan.device == "cpu:0"
+
+
 def test_memory_modes_and_devices() -> None:
     def use(accelerator: VirtualAccelerator) -> list[Any]:
         kind = LIBRARY.StableDiffusionPipeline
