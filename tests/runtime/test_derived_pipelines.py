@@ -108,7 +108,7 @@ def test_other_components_are_placed_with_a_placed_one(tmp_path: Path) -> None:
     assert numpy.array_equal(run(pipe), run(pipe))
 
 
-def test_a_user_class_that_runs_code_after_registering(placed: Any, expected: Any) -> None:
+def test_a_user_class_that_runs_code_after_registering(placed: Any) -> None:
     class Custom(LIBRARY.StableDiffusionPipeline):  # type: ignore[misc]
         def __init__(self, base: Any) -> None:
             parts = dict(base.components)
@@ -117,8 +117,6 @@ def test_a_user_class_that_runs_code_after_registering(placed: Any, expected: An
 
     pipe = Custom(placed)
     assert pipe.factor == "Custom"
-    with pytest.raises(TypeError, match="missing"):  # not a pipeline that diffusers can derive, as in stock diffusers
-        LIBRARY.StableDiffusionPipeline()
     assert isinstance(pipe, anyaccel.DiffusionPipeline)
 
 
