@@ -57,7 +57,7 @@ def expected(placed: Any) -> Any:
 )
 def test_derived_pipelines_are_placed(placed: Any, expected: Any, derive: Any) -> None:
     pipe = derive(placed)
-    assert isinstance(pipe, diffusers.StableDiffusionPipeline)
+    assert isinstance(pipe, LIBRARY.StableDiffusionPipeline)
     assert (pipe.plan.device, pipe.plan.dtype.value) == ("cpu:0", "float32")
     assert pipe.unet is placed.unet
     assert numpy.allclose(run(pipe), expected, atol=1e-4)

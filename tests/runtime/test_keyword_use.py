@@ -23,17 +23,17 @@ class Base:
 
 
 class Forwards(Base):
-    def __call__(self, image: str, **kwargs: Any) -> Any:
+    def __call__(self, image: str, **kwargs: Any) -> Any:  # type: ignore[override]
         return super().__call__(**kwargs)
 
 
 class PassesOn(Base):
-    def __call__(self, **kwargs: Any) -> Any:
+    def __call__(self, **kwargs: Any) -> Any:  # type: ignore[override]
         return dict(kwargs)
 
 
 class Wrapped(Base):
-    @functools.wraps(Base.__call__)
+    @functools.wraps(Base.__call__)  # type: ignore[override]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **{name: value for name, value in kwargs.items() if name != "xyz"})
 
