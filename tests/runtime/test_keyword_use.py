@@ -33,8 +33,8 @@ class PassesOn(Base):
 
 
 class Wrapped(Base):
-    @functools.wraps(Base.__call__)  # type: ignore[override]
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(Base.__call__)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         return super().__call__(*args, **{name: value for name, value in kwargs.items() if name != "xyz"})
 
 
