@@ -49,6 +49,7 @@ __all__ = [
     "UpstreamError",
     "UsageError",
     "VirtualDeviceError",
+    "find_similar",
     "first_line",
     "nearest",
     "summarize_error",
@@ -190,14 +191,20 @@ def summarize_error(error: BaseException) -> str:
 _MAX_LISTED, _MAX_SIMILAR = 60, 12
 
 
+def find_similar(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is most similar to a misspelled one, or None if there is none."""
+    close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
+    return close[0] if close else None
+
+
 def nearest(name: str, known: Iterable[str], also: Iterable[str] = ()) -> str:
     """Return a hint for a misspelled name, such as `did you mean mps? known: cpu, cuda, …`.
 
     A long list is shortened to the most similar names. Names in `also` are suggested but not listed.
     """
     names = list(known)
-    close = difflib.get_close_matches(name.lower(), [*names, *also], n=1, cutoff=0.5)
-    guess = f"did you mean {close[0]}? " if close else ""
+    similar_name = find_similar(name, [*names, *also])
+    guess = f"did you mean {similar_name}? " if similar_name else ""
     # With very many names, such as all recipes, the list would hide the suggestion.
     if len(names) <= _MAX_LISTED:
         return f"{guess}known: {', '.join(names)}"

@@ -292,3 +292,10 @@ def test_boolean_indexing_on_meta_selects_every_element() -> None:
         values[mask]
     with internals.assume_all_nonzero():
         assert values[mask].shape == (3, 2)
+
+
+def test_unwrap_no_grad() -> None:
+    def function() -> None: ...
+
+    assert internals.unwrap_no_grad(function) is function
+    assert internals.unwrap_no_grad(torch.no_grad()(torch.inference_mode()(function))) is function

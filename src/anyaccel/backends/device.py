@@ -43,6 +43,8 @@ VIRTUAL_VARIABLE = "ANYACCEL_VIRTUAL"
 # The virtual devices of this process by name: sheet and count. The emulator registers them: it imports this
 # package, so this package cannot import the emulator.
 _VIRTUAL: dict[str, tuple[Sheet, int]] = {}
+# Virtual devices that `auto` must not select: those started only because a device string named them.
+_ONLY_BY_NAME: set[str] = set()
 # A larger device count is treated as a driver error.
 _MAX_DEVICES = 1024
 
@@ -91,6 +93,14 @@ def register_virtual(sheet: Sheet, count: int) -> None:
     """Register `count` virtual devices with this sheet in this process; called by the emulator."""
     _VIRTUAL[sheet.name] = (sheet, count)
     _open_at.cache_clear()  # the name may have been opened as a real device before
+
+
+def allow_auto(name: str, allowed: bool) -> None:
+    """Set whether `auto` may select a virtual device; called by the emulator."""
+    if allowed:
+        _ONLY_BY_NAME.discard(name)
+    else:
+        _ONLY_BY_NAME.add(name)
 
 
 def read_device(device: str | int | torch.device | DeviceSpec) -> DeviceSpec:
@@ -162,7 +172,7 @@ def _find_best() -> str:
     """Return the name of the available device type with the highest `preference` on its sheet."""
     registry = load_registry()
     # A name that several plugins claim raises when it is opened, and must not break `auto`.
-    names = [name for name in registry.backends if name not in registry.conflicts]
+    names = [name for name in registry.backends if name not in registry.conflicts and name not in _ONLY_BY_NAME]
     available = [name for name in names if is_available(name)]
     if not available:
         cpu = find_device("cpu")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from anyaccel.backends.device_spec import read_device_name
+
 if TYPE_CHECKING:
     import torch
 
@@ -18,4 +20,4 @@ def is_host(device: torch.device | str) -> bool:
 def is_on(device: torch.device | str, kind: str) -> bool:
     """Return whether a device has the given type, ignoring its index: `is_on("cuda:1", "cuda")`."""
     # Not torch.device(device): torch rejects types of plugins that are not imported.
-    return (device.partition(":")[0] if isinstance(device, str) else device.type) == kind
+    return (read_device_name(device) if isinstance(device, str) else device.type) == kind

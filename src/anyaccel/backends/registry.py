@@ -121,14 +121,20 @@ class Registry:
     def _suggest(self, word: str) -> str:
         """Return a hint for an unknown device name.
 
-        For an unlisted product, the hint shows how to specify a memory size instead. Otherwise, it suggests
-        the most similar name.
+        For an unlisted product, the hint shows how to specify a memory size instead. For the name of a vendor,
+        it suggests the devices of that vendor, and otherwise the most similar name.
         """
+        if word == "gpu":
+            return f"use auto for the best available device; known: {', '.join(self.names())}"
         sheets = [sheet for backend in self.backends.values() for sheet in backend.sheets]
         for sheet in sheets:
             if sheet.product_pattern and re.match(sheet.product_pattern, word):
                 listed = ", ".join(product.name for product in sheet.products)
                 return f"use {sheet.name} with a memory size, such as {sheet.name}:24GiB, or a known product: {listed}"
+        # A vendor with several device types, such as Intel, has no alias.
+        by_vendor = [sheet.name for sheet in sheets if word == sheet.title.lower().split()[0]]
+        if by_vendor:
+            return f"did you mean {' or '.join(by_vendor)}? known: {', '.join(self.names())}"
         others = [name for sheet in sheets for name in (*sheet.aliases, *(product.name for product in sheet.products))]
         return nearest(word, self.names(), also=others)
 

@@ -324,18 +324,13 @@ def _pop_device_map(options: dict[str, Any], migration: Migration) -> torch.devi
 
 
 def _patch_from_pipe(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """Make the pipeline returned by `from_pipe(pipe)` inherit the placement of `pipe`.
-
-    The new pipeline reuses components that are already on the device.
-    """
+    """Count the pipelines that `from_pipe` returns already placed, because their components are placed."""
 
     def from_pipe(cls: Any, pipeline: Any, **kwargs: Any) -> Any:
-        from anyaccel.runtime.pipeline import inherit_placement, make_portable
         from anyaccel.runtime.placement_state import find_placement
 
         derived = before(cls, pipeline, **kwargs)
-        if find_placement(pipeline) is not None and find_placement(derived) is None:
-            inherit_placement(make_portable(derived), pipeline)
+        if find_placement(derived) is not None:
             migration.pipelines += 1
         return derived
 

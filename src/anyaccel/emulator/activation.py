@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from anyaccel.backends.device import find_device, register_virtual, this_machine
+from anyaccel.backends.device import allow_auto, find_device, register_virtual, this_machine
 from anyaccel.backends.device import sheet as find_sheet
 from anyaccel.backends.device_spec import DeviceSpec
 from anyaccel.backends.registry import load_registry
@@ -37,14 +37,15 @@ def virtual(
     """Activate a virtual accelerator inside a `with` block: `with anyaccel.virtual("hpu") as v: …`.
 
     `memory` is a size (`"16GiB"` or a number of bytes) or a product on the sheet (`"gaudi2"`). Limits are
-    enforced until the block exits; the device type stays registered until the process ends. With `strict`,
-    limits with the effect "error" raise an exception.
+    enforced, and `auto` selects the device, until the block exits; the device type stays registered until the
+    process ends. With `strict`, limits with the effect "error" raise an exception.
     """
     accelerator = start(name, count=count, memory=memory, strict=strict)
     try:
         yield accelerator
     finally:
         accelerator.enforcing = False
+        allow_auto(accelerator.sheet.name, False)
 
 
 def start(name: str, count: int = 1, memory: str | int | None = None, strict: bool = False) -> VirtualAccelerator:
@@ -65,18 +66,41 @@ def start(name: str, count: int = 1, memory: str | int | None = None, strict: bo
     # torch cannot unregister a device type, so there is one accelerator per process and it is reused.
     if not _STARTED:
         _STARTED.append(_install(VirtualAccelerator(sheet, count, capacity, strict)))
-        return _STARTED[0]
-    return _restart(_STARTED[0], sheet, count, capacity, strict)
+    else:
+        _restart(_STARTED[0], sheet, count, capacity, strict)
+    allow_auto(sheet.name, True)
+    return _STARTED[0]
 
 
 def start_spec(spec: DeviceSpec) -> DeviceSpec:
     """Start the virtual devices that a spec describes, unless they are already running.
 
-    Returns the spec of the device to open.
+    Returns the spec of the device to open. Raises VirtualDeviceError if the devices are running with
+    other options than those in the spec.
     """
     if not find_device(spec.name).virtual:
         start(spec.name, count=spec.require_count(), memory=spec.product or spec.memory, strict=spec.strict)
+        # `virtual:NAME` names a device for one placement. A later `auto` means the hardware.
+        allow_auto(spec.name, False)
+    else:
+        _check_options(spec, _STARTED[0])
     return DeviceSpec(name=spec.name, index=spec.index, given_by=spec.given_by)
+
+
+def _check_options(spec: DeviceSpec, running: VirtualAccelerator) -> None:
+    """Raise VirtualDeviceError if an option in a spec differs from the options of the running devices."""
+    memory = spec.product or spec.memory
+    sheet, capacity = _read_product(find_sheet(spec.name), memory)
+    differences = [f"count={spec.count}"] if spec.count not in (None, running.count) else []
+    differences += ["strict"] if spec.strict and not running.strict else []
+    if memory is not None and (capacity != running.capacity_bytes or (spec.product and sheet != running.sheet)):
+        differences.append(memory if spec.product else f"memory={memory}")
+    if differences:
+        raise VirtualDeviceError(
+            f"{spec} cannot be started with {', '.join(differences)}{spec.given_by}: this process already has virtual "
+            f"{spec.name} devices with other options (count={running.count})",
+            hint=f"use {DeviceSpec(name=spec.name, index=spec.index, virtual=True)}, or start a separate process",
+        )
 
 
 def _install(accelerator: VirtualAccelerator) -> VirtualAccelerator:
@@ -97,9 +121,7 @@ def _install(accelerator: VirtualAccelerator) -> VirtualAccelerator:
     return accelerator
 
 
-def _restart(
-    running: VirtualAccelerator, sheet: Sheet, count: int, capacity: int | None, strict: bool
-) -> VirtualAccelerator:
+def _restart(running: VirtualAccelerator, sheet: Sheet, count: int, capacity: int | None, strict: bool) -> None:
     """Restart the process's only virtual accelerator with new options and an empty ledger.
 
     Raises VirtualDeviceError if it is still active, has a different device type, or has fewer than
@@ -123,7 +145,6 @@ def _restart(
     # The sheet may be narrowed to another product, so the registered device changes with it.
     running.restart(sheet, capacity, strict)
     register_virtual(sheet, running.count)
-    return running
 
 
 def _read_product(sheet: Sheet, memory: str | int | None) -> tuple[Sheet, int | None]:

@@ -15,9 +15,10 @@ from anyaccel.embedded.model import NAME
 from anyaccel.errors import AnyaccelError, ModelError, UsageError, first_line
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.runtime.model_file_checks import check_model_folder, is_single_file
+from anyaccel.runtime.placement_state import find_placement
 from anyaccel.upstream.diffusers_internals import casts_components, read_dtype_argument
 
-__all__ = ["derive_pipeline", "load_pipeline"]
+__all__ = ["derive_pipeline", "keep_dtype", "load_pipeline"]
 
 _DTYPE = read_dtype_argument()
 
@@ -112,8 +113,15 @@ def derive_pipeline(kind: Any, pipeline: Any, options: dict[str, Any]) -> tuple[
     """Create a pipeline from another one's components, keeping their dtype unless the options set one."""
     options, placement_options = _read_options(options)
     del options["use_safetensors"]
-    if _DTYPE not in options and casts_components(kind):
-        # from_pipe casts the shared components to float32 by default:
-        # https://github.com/huggingface/diffusers/issues/12754 (seen in diffusers 0.35).
-        options[_DTYPE] = pipeline.dtype
+    if find_placement(pipeline) is None:
+        options = keep_dtype(kind, pipeline, options)
     return kind.from_pipe(pipeline, **options), placement_options
+
+
+def keep_dtype(kind: Any, pipeline: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return options for diffusers' `from_pipe` that keep the dtype of the components, unless they set one."""
+    # from_pipe casts the shared components to float32 by default:
+    # https://github.com/huggingface/diffusers/issues/12754 (seen in diffusers 0.35).
+    if casts_components(kind) and options.get("dtype") is None and options.get("torch_dtype") is None:
+        return {**options, _DTYPE: pipeline.dtype}
+    return options

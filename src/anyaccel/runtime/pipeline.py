@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,16 +18,21 @@ from anyaccel.errors import UsageError
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.memory import Residence
 from anyaccel.planning.plan import Plan
+from anyaccel.runtime.call.between_calls import between_calls, make_running_error
 from anyaccel.runtime.call.run import run_call
+from anyaccel.runtime.call.validation import reject_unused_seed
 from anyaccel.runtime.call.warmup import warm_up
 from anyaccel.runtime.introspection import plain_class
-from anyaccel.runtime.loading import derive_pipeline, load_pipeline
+from anyaccel.runtime.loading import derive_pipeline, keep_dtype, load_pipeline
+from anyaccel.runtime.placement.inherit import adopt_before_move, adopt_placement
 from anyaccel.runtime.placement.oom_retry import weights_on_cpu
 from anyaccel.runtime.placement.place import attach_placement, place_pipeline, plan_pipeline, replan, resolve_device
 from anyaccel.runtime.placement_state import (
     Placement,
     being_offloaded,
+    defer_placement,
     find_options,
+    find_placed_model,
     find_placement,
     forget_placement,
     is_being_offloaded,
@@ -35,6 +42,12 @@ from anyaccel.runtime.speed.compile import compile_components
 from anyaccel.runtime.speed.quantize import check_not_quantized
 from anyaccel.runtime.vendor_method_aliases import VendorAliases
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
+from anyaccel.upstream.diffusers_hooks import (
+    PipelineHooks,
+    install_pipeline_hooks,
+    is_created_by_pipeline,
+)
+from anyaccel.upstream.torch_compile_internals import unwrap_compiled
 
 __all__ = [
     "AutoPipelineForImage2Image",
@@ -54,6 +67,9 @@ _WEIGHT_METHODS = (
 )
 
 
+_THREAD = threading.local()
+
+
 class Portable(VendorAliases):
     """Mixin with the methods that anyaccel adds to a diffusers pipeline."""
 
@@ -67,8 +83,13 @@ class Portable(VendorAliases):
         """
         if is_being_offloaded(self):  # called by diffusers, which moves models to the CPU before offloading
             return super().to(*args, **kwargs)  # type: ignore[misc]
+        if getattr(_THREAD, "ignores_to", False):
+            return self
         device, options = _read_target(args, kwargs)
-        self.place_with_plan(device, options)
+        adopt_before_move(self)
+        with between_calls(self, device, options) as is_idle:
+            if is_idle:
+                self.place_with_plan(device, options)
         return self
 
     def place_with_plan(self, device: Any, options: dict[str, Any], dtype: Decision[str] | None = None) -> None:
@@ -137,11 +158,14 @@ class Portable(VendorAliases):
         warm_up(self, shapes, arguments)
 
     def enable_model_cpu_offload(self, gpu_id: int | None = None, device: Any = None) -> None:
-        """Move each model to the device only while it runs. The device defaults to `"auto"`."""
+        """Move each model to the device only while it runs.
+
+        The device defaults to the accelerator on which the pipeline is placed, or to `"auto"`.
+        """
         self._offload("enable_model_cpu_offload", gpu_id, device)
 
     def enable_sequential_cpu_offload(self, gpu_id: int | None = None, device: Any = None) -> None:
-        """Move each layer to the device only while it runs. The device defaults to `"auto"`."""
+        """Move each layer to the device only while it runs; see `enable_model_cpu_offload`."""
         self._offload("enable_sequential_cpu_offload", gpu_id, device)
 
     def _offload(self, method: str, gpu_id: int | None, device: Any) -> None:
@@ -149,7 +173,12 @@ class Portable(VendorAliases):
         if is_being_offloaded(self):  # called by a plan, or by diffusers, which installs the hooks again after a call
             enable(device=device)
             return
-        target = (device if device is not None else "auto") if gpu_id is None else gpu_id
+        adopt_before_move(self)
+        placement = find_placement(self)
+        if placement is not None and placement.running:
+            raise make_running_error(self, f"{method} cannot be called")
+        current = "auto" if placement is None or placement.opened.sheet.is_host else placement.opened
+        target = (device if device is not None else current) if gpu_id is None else gpu_id
 
         def cast(_device: torch.device, dtype: torch.dtype | None) -> None:
             # Only the dtype: diffusers moves the models itself when their hooks run.
@@ -163,6 +192,11 @@ class Portable(VendorAliases):
             with make_pipeline_function_mode(placement.plan, placement.device):
                 enable(device=placement.device)
 
+    def maybe_free_model_hooks(self) -> None:
+        """Offload the models after a call, as diffusers does."""
+        with being_offloaded(self):  # diffusers moves the models and installs its hooks again
+            super().maybe_free_model_hooks()  # type: ignore[misc]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a deep copy of the pipeline; a copy of an offloaded pipeline is placed on the same device."""
         placement = find_placement(self)
@@ -175,6 +209,7 @@ class Portable(VendorAliases):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The portable class is created at run time and cannot be imported, so the diffusers class is pickled.
+        find_placement(self)  # a deferred placement has the options
         return _unpickle, (self._plain_class, forget_placement(vars(self)))
 
 
@@ -216,19 +251,9 @@ def _read_target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, di
     return device, options
 
 
-def inherit_placement(pipe: Any, source: Any) -> None:
-    """Attach a placement for the device of `source` to `pipe`, which shares the components of `source`.
-
-    Do nothing if `source` was never placed.
-    """
-    placement = find_placement(source)
-    if placement is not None:
-        plan = plan_pipeline(pipe, placement.opened, placement.options)
-        attach_placement(pipe, Placement(placement.opened, placement.device, plan, placement.options))
-
-
 def make_portable(pipe: Any) -> Any:
     """Change a pipeline's class to the subclass with anyaccel's methods, and return the pipeline."""
+    install_pipeline_hooks(_HOOKS)
     if not isinstance(pipe, Portable):
         kind: Any = type(pipe)
         pipe.__class__ = portable_class(kind)
@@ -252,21 +277,66 @@ def portable_class(kind: Any) -> type:
     }
     if any("__call__" in vars(base) for base in kind.__mro__):
         content["__call__"] = _wrap_call(kind)
-    content |= {name: _with_weights(getattr(kind, name)) for name in _WEIGHT_METHODS if hasattr(kind, name)}
+    content |= {name: _with_weights(kind, name) for name in _WEIGHT_METHODS if hasattr(kind, name)}
     return type(kind.__name__, (first, kind), content)
 
 
-def _with_weights(method: Any) -> Any:
+def _inherit_from_components(pipe: Any, components: dict[str, Any]) -> None:
+    """Make a new pipeline portable if one of its components was placed as part of another pipeline."""
+    if isinstance(pipe, Portable) or not any(
+        find_placed_model(unwrap_compiled(component)) for component in components.values()
+    ):
+        return
+    if not is_created_by_pipeline(pipe):  # the parts of a combined pipeline run inside its calls
+        # The pipeline's `__init__` is still running, so the plan is made later.
+        defer_placement(make_portable(pipe), adopt_placement)
+
+
+def _derive_in_diffusers(original: Any, cls: Any, pipeline: Any, options: dict[str, Any]) -> Any:
+    """Create a pipeline with diffusers' `from_pipe`; keep the device and dtype of a portable pipeline."""
+    if not isinstance(pipeline, Portable):
+        return original(cls, pipeline, **options)
+    if find_placement(pipeline) is None:
+        derived = make_portable(original(cls, pipeline, **keep_dtype(cls, pipeline, options)))
+        store_options(derived, find_options(pipeline))
+        return derived
+    requested = [options.pop(name, None) for name in ("dtype", "torch_dtype")]
+    with _ignoring_to():
+        derived = original(cls, pipeline, **options)
+    for dtype in requested:
+        if dtype is not None:
+            derived.to(dtype=dtype)
+    return derived
+
+
+_HOOKS = PipelineHooks(
+    on_components=_inherit_from_components, from_pipe=_derive_in_diffusers, on_progress_bar=reject_unused_seed
+)
+
+
+@contextmanager
+def _ignoring_to() -> Iterator[None]:
+    """Make `to` do nothing inside the `with` block, in this thread."""
+    # `from_pipe` calls `to` on the new pipeline, which would cast components that are shared with a placed pipeline.
+    _THREAD.ignores_to = True
+    try:
+        yield
+    finally:
+        _THREAD.ignores_to = False
+
+
+def _with_weights(kind: Any, name: str) -> Any:
     """Wrap a method that reads or changes weights, so offloaded weights are on the CPU during the call.
 
     The wrapper raises `UsageError` if a model is quantized.
     """
 
-    @functools.wraps(method)
+    @functools.wraps(getattr(kind, name))
     def call_with_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        check_not_quantized(self, method.__name__)
+        check_not_quantized(self, name)
         with weights_on_cpu(self):
-            return method(self, *args, **kwargs)
+            # Looked up at every call, as in `_wrap_call`.
+            return getattr(kind, name)(self, *args, **kwargs)
 
     return call_with_weights
 
@@ -346,8 +416,8 @@ def _load_portable(kind: Any, model: Any, options: dict[str, Any]) -> Any:
 
 def _derive_portable(kind: Any, pipeline: Any, options: dict[str, Any]) -> Any:
     pipe, placement_options = derive_pipeline(kind, pipeline, options)
-    store_options(make_portable(pipe), placement_options)
-    inherit_placement(pipe, pipeline)
+    if find_placement(make_portable(pipe)) is None:
+        store_options(pipe, placement_options)
     return pipe
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,13 +24,18 @@ if TYPE_CHECKING:
     from anyaccel.runtime.speed.apply_speedups import SpeedState
 
 __all__ = [
+    "PlacedModel",
     "Placement",
     "being_offloaded",
+    "cancel_deferred_placement",
+    "defer_placement",
     "drop_placement",
     "find_options",
+    "find_placed_model",
     "find_placement",
     "forget_placement",
     "is_being_offloaded",
+    "record_placed_models",
     "set_placement",
     "store_options",
 ]
@@ -39,6 +44,7 @@ __all__ = [
 _KEY = "_anyaccel_placement"
 _OPTIONS = "_anyaccel_options"
 _OFFLOADING = "_anyaccel_offloading"
+_DEFERRED = "_anyaccel_deferred"
 
 
 @dataclass
@@ -109,14 +115,63 @@ class Placement:
         return {**dict(self.plan.component_dtypes.value), **dict.fromkeys(recovered, "float32")}
 
 
+@dataclass(frozen=True)
+class PlacedModel:
+    """How a model was placed last. It outlives the pipeline that placed the model."""
+
+    opened: OpenDevice
+    plan: Plan
+    options: PlacementOptions
+    residence: Residence | None
+    placement: weakref.ref[Placement]
+
+
+# Not an attribute of the model: a deep copy of a placed model is not placed.
+_PLACED: weakref.WeakKeyDictionary[torch.nn.Module, PlacedModel] = weakref.WeakKeyDictionary()
+
+
+def record_placed_models(models: Iterable[torch.nn.Module], placement: Placement) -> None:
+    """Record that a placement has moved these models, so other pipelines with the same models can follow."""
+    record = PlacedModel(
+        placement.opened, placement.plan, placement.options, placement.residence, weakref.ref(placement)
+    )
+    for model in models:
+        _PLACED[model] = record
+
+
+def find_placed_model(model: Any) -> PlacedModel | None:
+    """Return how a model was placed last, or None if it was never placed."""
+    return _PLACED.get(model) if isinstance(model, torch.nn.Module) else None
+
+
+def defer_placement(pipe: Any, attach: Callable[[Any], None]) -> None:
+    """Call `attach(pipe)` when the pipeline's placement is first needed."""
+    vars(pipe)[_DEFERRED] = attach
+
+
+def cancel_deferred_placement(pipe: Any) -> bool:
+    """Cancel the call that `defer_placement` requested; return whether there was one."""
+    return vars(pipe).pop(_DEFERRED, None) is not None
+
+
 def find_placement(pipe: Any) -> Placement | None:
     """Return the placement attached to a pipeline, or None if it has none."""
-    placement = vars(pipe).get(_KEY)
+    state = vars(pipe)
+    placement = state.get(_KEY)
+    if placement is None and _DEFERRED in state:
+        attach = state.pop(_DEFERRED)  # before the call, which looks for the placement itself
+        try:
+            attach(pipe)
+        except BaseException:
+            state[_DEFERRED] = attach
+            raise
+        placement = state.get(_KEY)
     return placement if isinstance(placement, Placement) else None
 
 
 def set_placement(pipe: Any, placement: Placement) -> None:
     """Attach a placement to a pipeline, replacing any earlier one."""
+    vars(pipe).pop(_DEFERRED, None)
     vars(pipe)[_KEY] = placement
 
 
@@ -155,14 +210,13 @@ def being_offloaded(pipe: Any) -> Iterator[None]:
 
 
 def is_being_offloaded(pipe: Any) -> bool:
-    """Return whether the pipeline is being offloaded or called, so diffusers itself may move it."""
-    placement = find_placement(pipe)
-    return _OFFLOADING in vars(pipe) or (placement is not None and placement.running)
+    """Return whether the pipeline is being offloaded, so diffusers itself moves it."""
+    return _OFFLOADING in vars(pipe)
 
 
 def forget_placement(state: dict[str, Any]) -> dict[str, Any]:
     """Return a pipeline's `__dict__` for copying or pickling, with its options but no placement."""
     # The placement has locks, weak references and an open device, which belong to this process.
-    remaining = {name: value for name, value in state.items() if name != _KEY}
+    remaining = {name: value for name, value in state.items() if name not in (_KEY, _DEFERRED)}
     placement = state.get(_KEY)
     return {**remaining, _OPTIONS: placement.options} if isinstance(placement, Placement) else remaining

@@ -72,6 +72,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "unwrap_no_grad",
 ]
 
 # Re-exported classes and functions without a public name:
@@ -357,3 +358,10 @@ def exclude_dispatch_key(key: str) -> AbstractContextManager[Any]:
         torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     )
     return guard
+
+
+def unwrap_no_grad(function: Any) -> Any:
+    """Return the function that `@torch.no_grad()` has wrapped, or the function itself (utils/_contextlib.py)."""
+    while getattr(function, "__globals__", {}).get("__name__") == "torch.utils._contextlib":
+        function = function.__wrapped__
+    return function

@@ -412,7 +412,7 @@ ROCM = replace(
         ),
     ),
     device_files=("/dev/kfd",),
-    aliases=("hip",),
+    aliases=("hip", "amd"),
     product_pattern=r"(rx|radeon|instinct|mi)-?\d",
     products=(
         _amd("mi355x", "AMD Instinct MI355X", 288 * GIB),

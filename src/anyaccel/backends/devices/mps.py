@@ -376,7 +376,7 @@ SHEET = Sheet(
             evidence="documented",
         ),
     ),
-    aliases=("metal",),
+    aliases=("metal", "apple"),
     product_pattern=r"m\d",
     products=(
         Product(

@@ -250,7 +250,7 @@ SHEET = Sheet(
         ),
     ),
     device_files=("/dev/davinci[0-9]*",),
-    aliases=("ascend",),
+    aliases=("ascend", "huawei"),
     product_pattern=r"(ascend-?)?\d{3}[a-z]?",
     products=(
         _ascend(

@@ -16,10 +16,11 @@ from anyaccel.library_logging import FLOAT32_ADVICE, drop_log_records
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.batch_split import SharedProgress, join_results
-from anyaccel.runtime.call.validation import validate_call
+from anyaccel.runtime.call.validation import validate_call, warn_unused_arguments
 from anyaccel.runtime.call_request import CallRequest, read_call_request
 from anyaccel.runtime.distributed.parallel import run_split, share_noise
 from anyaccel.runtime.introspection import find_components
+from anyaccel.runtime.placement.inherit import follow_models
 from anyaccel.runtime.placement.oom_retry import run_within_memory, weights_on_cpu
 from anyaccel.runtime.placement.place import place_in_smaller_dtype, place_new_models, restore_float32_modules
 from anyaccel.runtime.placement_state import Placement, find_placement
@@ -61,10 +62,23 @@ def run_call(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...],
             current = find_placement(pipe) or placement
             if current is placement:
                 if placement.running:  # a nested pipeline, or a callback that calls the pipeline again
-                    kwargs.pop("seed", None)
-                    return call(pipe, *args, **kwargs)
+                    return call(pipe, *args, **_remove_seed(kwargs))
+                current = follow_models(pipe, placement)
+            if current is placement:
+                warn_unused_arguments(pipe, kwargs)
                 return _run_request(pipe, placement, call, args, kwargs)
         placement = current  # the pipeline was placed again while this thread waited for the lock
+
+
+def _remove_seed(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call inside another call of the same pipeline; raise if they have a seed."""
+    seed = kwargs.get("seed")
+    if seed is not None:
+        raise UsageError(
+            "seed cannot be used while the same pipeline is running",
+            hint=f"pass generator=torch.Generator().manual_seed({seed}) instead",
+        )
+    return {name: value for name, value in kwargs.items() if name != "seed"}
 
 
 def _run_request(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

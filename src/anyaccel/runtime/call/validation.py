@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from anyaccel.backends.device import is_available
 from anyaccel.call_limits import SIDES, check_side, check_steps
-from anyaccel.errors import DeviceUnavailableError, UsageError
+from anyaccel.errors import DeviceUnavailableError, UsageError, find_similar
 from anyaccel.runtime.call_request import CallRequest
+from anyaccel.runtime.introspection import plain_class
+from anyaccel.runtime.keyword_use import find_unused_keywords, list_parameters
 from anyaccel.runtime.placement_state import Placement
+from anyaccel.upstream.diffusers_hooks import list_calls
 
-__all__ = ["find_size_multiple", "validate_call"]
+__all__ = ["find_size_multiple", "reject_unused_seed", "validate_call", "warn_unused_arguments"]
+
+# From `warn_unused_arguments` over `run_call` and the portable `__call__` to the code that calls the pipeline.
+_STACK_LEVEL = 4
 
 
 def validate_call(placement: Placement, request: CallRequest) -> None:
@@ -59,6 +67,36 @@ def _check_generators(request: CallRequest) -> None:
             f"{len(generators)} generator{'s were' if len(generators) != 1 else ' was'} passed for {images}",
             hint="pass a list with one generator per image, or a single generator",
         )
+
+
+def warn_unused_arguments(pipe: Any, names: Iterable[str]) -> None:
+    """Warn about keyword arguments that the pipeline accepts through `**kwargs` but never reads."""
+    kind = plain_class(pipe)
+    for name in find_unused_keywords(kind, [name for name in names if name != "seed"]):
+        similar = _find_similar_argument(name, list_parameters(kind))
+        suggestion = f"; did you mean {similar}?" if similar else ""
+        warnings.warn(
+            f"{name!r} is not an argument of {kind.__name__} and has no effect{suggestion}", stacklevel=_STACK_LEVEL
+        )
+
+
+def _find_similar_argument(name: str, known: list[str]) -> str | None:
+    """Return the argument that contains all words of `name`, or the one with the most similar spelling."""
+    words = set(name.lower().split("_"))
+    # `num_steps` is spelled more like `timesteps` than like `num_inference_steps`.
+    containing = [argument for argument in known if words <= set(argument.split("_"))]
+    return min(containing, key=len) if containing else find_similar(name, known)
+
+
+def reject_unused_seed() -> None:
+    """Raise `UsageError` if a pipeline that is not placed is running with a `seed`, which has no effect."""
+    for caller, keywords in list_calls():
+        is_plain = plain_class(caller) is type(caller)
+        if is_plain and keywords.get("seed") is not None and find_unused_keywords(type(caller), ["seed"]):
+            raise UsageError(
+                f"seed={keywords['seed']!r} has no effect: this {type(caller).__name__} is not placed",
+                hint="place it first with anyaccel.place(pipe, device), or pass generator= instead of seed=",
+            )
 
 
 def find_size_multiple(pipe: Any) -> int | None:

@@ -20,7 +20,7 @@ from anyaccel.planning.workarounds import choose_workarounds
 from anyaccel.processes.gc_control import release_unreachable
 from anyaccel.runtime.batch_split import split_request
 from anyaccel.runtime.call_request import CallRequest, shape_of
-from anyaccel.runtime.introspection import find_components, read_facts
+from anyaccel.runtime.introspection import find_components, find_models, read_facts
 from anyaccel.runtime.placement.memory_plan import (
     CallPlan,
     find_capacity,
@@ -37,7 +37,7 @@ from anyaccel.runtime.placement.offload import (
     set_residence,
 )
 from anyaccel.runtime.placement.oom_history import has_outcome, load_outcome, save_outcome
-from anyaccel.runtime.placement_state import Placement, being_offloaded, find_placement
+from anyaccel.runtime.placement_state import Placement, being_offloaded, find_placement, record_placed_models
 from anyaccel.runtime.speed.apply_speedups import forget_captured_graphs, remove_speedups
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 from anyaccel.runtime.workarounds.model_inputs import set_input_adapters
@@ -198,6 +198,7 @@ def move_weights(pipe: Any, placement: Placement, residence: Residence) -> None:
     with make_pipeline_function_mode(placement.plan, placement.device):
         set_residence(pipe, residence, placement.device, placement.opened)
     placement.residence = residence
+    record_placed_models(find_models(pipe).values(), placement)
 
 
 def _restore(pipe: Any, placement: Placement, before: Decision[MemoryRule]) -> None:

@@ -39,7 +39,14 @@ from anyaccel.runtime.placement.group_offload import is_streamed
 from anyaccel.runtime.placement.memory_plan import list_pipeline_residences, plan_weights
 from anyaccel.runtime.placement.offload import move_to_cpu
 from anyaccel.runtime.placement.oom_retry import clear_traceback_frames, free_memory, move_weights
-from anyaccel.runtime.placement_state import Placement, drop_placement, find_options, find_placement, set_placement
+from anyaccel.runtime.placement_state import (
+    Placement,
+    drop_placement,
+    find_options,
+    find_placement,
+    record_placed_models,
+    set_placement,
+)
 from anyaccel.runtime.speed.apply_speedups import remove_speedups
 from anyaccel.runtime.speed.quantize import check_not_quantized
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
@@ -303,8 +310,13 @@ def replan(pipe: Any, placement: Placement, requested: dict[str, Any]) -> None:
     attach_placement(pipe, replace(placement, plan=plan, call_plan=plan, options=options, call_plans={}), placement)
 
 
-def attach_placement(pipe: Any, placement: Placement, before: Placement | None = None) -> None:
-    """Attach a placement to a pipeline, and override its models' `forward` methods to adapt inputs."""
+def attach_placement(
+    pipe: Any, placement: Placement, before: Placement | None = None, *, inherited: bool = False
+) -> None:
+    """Attach a placement to a pipeline, and override its models' `forward` methods to adapt inputs.
+
+    `inherited` means that the models were placed by another pipeline.
+    """
     if before is not None and before.device == placement.device:
         placement.cache_dir = before.cache_dir
         placement.report.compiled_models = before.report.compiled_models
@@ -312,9 +324,12 @@ def attach_placement(pipe: Any, placement: Placement, before: Placement | None =
     components = find_components(pipe)
     set_input_adapters(components, placement.plan, placement.device)
     drop_stale_casts(components)
-    placement.placed = {name: weakref.ref(model) for name, model in find_models(pipe).items()}
+    models = find_models(pipe)
+    placement.placed = {name: weakref.ref(model) for name, model in models.items()}
     placement.denoisers = read_facts(pipe).denoisers
     set_placement(pipe, placement)
+    if not inherited:
+        record_placed_models(models.values(), placement)
 
 
 def place_new_models(pipe: Any, placement: Placement) -> None:
@@ -341,6 +356,7 @@ def place_new_models(pipe: Any, placement: Placement) -> None:
     ):
         for name, model in new.items():
             model.to(target) if name in keep_dtype else model.to(target, getattr(torch, placement.plan.dtype.value))
+    record_placed_models(new.values(), placement)
 
 
 def _apply_process_settings(plan: Plan, opened: OpenDevice) -> None:
