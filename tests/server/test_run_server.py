@@ -201,7 +201,7 @@ def test_an_address_reachable_from_other_machines_requires_a_key() -> None:
 
 @pytest.mark.long
 def test_requests_have_a_deadline_and_a_kill_loses_no_job(tmp_path: Path) -> None:
-    live = Live(tmp_path, "--max-batch", "1", "--limit", "deadline_s=12", *LIMITS)
+    live = Live(tmp_path, "--max-batch", "1", "--limit", "deadline_s=6", *LIMITS)
     with live.http() as http:
         waiting = http.post("/v1/jobs", json=LONG).json()["id"]
         live.wait_state(http, waiting, "running")
