@@ -16,6 +16,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -92,6 +93,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Exclude the imported libraries and the tests from garbage collection, which would take 0.5 s each time."""
+    with suppress(ImportError):
+        import hypothesis  # noqa: F401 - its import warns about random generators that the collector does not see
     gc.freeze()
     gc.enable()
 
