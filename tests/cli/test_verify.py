@@ -11,9 +11,9 @@ from tests.conftest import NEEDS_RECIPES, RunCli
 
 @pytest.mark.long
 @NEEDS_RECIPES
-def test_cpu_agrees_with_its_sheet(run_cli: RunCli, tmp_path: Path) -> None:
+def test_cpu_agrees_with_its_sheet(run_cli_forked: RunCli, tmp_path: Path) -> None:
     file = tmp_path / "evidence.json"
-    done = run_cli(
+    done = run_cli_forked(
         "devices", "cpu", "--verify", "--quick", "--pipelines", "ddpm", "--jobs", "1", "--output", str(file),
         "--signed-off-by", "A. Name", HOME=str(tmp_path),
     )  # fmt: skip

@@ -73,10 +73,9 @@ def test_one_graph_per_size_and_none_in_a_second_process(tmp_path: Path) -> None
     "name",
     [
         "flux",
-        "wan",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("stable-diffusion-xl", "pixart-alpha", "flux-2-klein", "ltx")
+            for name in ("wan", "stable-diffusion-xl", "pixart-alpha", "flux-2-klein", "ltx")
         ),
     ],
 )
@@ -101,7 +100,7 @@ def test_each_denoiser_compiles_to_one_graph(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("images", [10, 100_000])
+@pytest.mark.parametrize("images", [10, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_models_with_workarounds_compile_on_request(images: int) -> None:
     """FLUX calls `unflatten`, which Dynamo cannot trace inside a torch function mode."""
     recipe = recipes()["flux"]
