@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import atexit
+import gc
 import logging
 import pickle
 import signal
@@ -15,6 +16,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +26,8 @@ from packaging.version import Version
 
 from anyaccel.backends.registry import build_registry
 from anyaccel.storage.atomic_write import atomic_write
+
+gc.disable()  # until all tests are collected: imports create many objects and free few
 
 # Shells start background jobs with SIGINT ignored, and child processes inherit that. Tests interrupt their children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -85,6 +89,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.flaky(reruns=1))
     if config.getoption("--last-first"):
         items.reverse()
+
+
+def pytest_collection_finish() -> None:
+    """Exclude the imported libraries and the tests from garbage collection, which would take 0.5 s each time."""
+    with suppress(ImportError):
+        import hypothesis  # noqa: F401 - its import warns about random generators that the collector does not see
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -160,6 +172,7 @@ def pipelines_imported() -> None:
         warnings.simplefilter("ignore")  # import-time warnings of libraries
         for recipe in recipes().values():
             getattr(diffusers, recipe.pipeline, None)
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,8 @@
 
 import importlib
 import json
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +12,7 @@ from typing import Any
 import pytest
 
 import anyaccel
-from tests.conftest import NEEDS_RECIPES, ROOT, SOURCE, RunCli
+from tests.conftest import NEEDS_RECIPES, ROOT, SOURCE, RunCli, run_in_fork
 from tools.public_surface import BLOCKS, PAGE, render_page
 
 HINT = "run `python tools/public_surface.py`"
@@ -213,12 +210,7 @@ def test_the_optional_modules_exist() -> None:
 @NEEDS_RECIPES
 @pytest.mark.long
 def test_every_public_function_works_after_all_submodules_were_imported(tmp_path: Path) -> None:
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "ANYACCEL_CACHE": str(tmp_path)}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
-    code = "from tests.test_public_surface import use_everything; use_everything()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment, timeout=300
-    )
+    done = run_in_fork(use_everything, ["python"], {"HF_HUB_OFFLINE": "1", "ANYACCEL_CACHE": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     for name, package in report["missing"].items():

@@ -44,7 +44,8 @@ def is_limit(node: ast.AST) -> bool:
     """Return whether a node defines the largest seed (2**64 - 1) or the longest side, under any name."""
     power = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and ast.unparse(node) == "2 ** 64"
     target = node.targets[0] if isinstance(node, ast.Assign) else None
-    return power or (target is not None and "SIDE" in ast.unparse(target) and "16384" in ast.unparse(node))
+    named_side = isinstance(target, ast.Name) and "SIDE" in target.id
+    return power or (named_side and "16384" in ast.unparse(node))
 
 
 def is_silencing(node: ast.AST) -> bool:
@@ -54,13 +55,17 @@ def is_silencing(node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
         function = ast.unparse(node.func)
         called = function.rsplit(".", 1)[-1]
-        for_all = ast.unparse(node) == "warnings.simplefilter('ignore')" or function == "logging.disable"
+        for_all = function == "logging.disable" or (
+            called == "simplefilter" and ast.unparse(node) == "warnings.simplefilter('ignore')"
+        )
         first = node.args[0] if node.args else None
         named = isinstance(first, ast.Constant) and str(first.value).startswith(SILENCED)
         switches = called.startswith("set_verbosity") or called in ("disable_progress_bar", "addFilter")
         return for_all or switches or (called == "getLogger" and named)
     targets = node.targets if isinstance(node, ast.Assign) else []
-    return any(ast.unparse(target).endswith("tqdm.__init__") for target in targets)
+    return any(
+        isinstance(target, ast.Attribute) and ast.unparse(target).endswith("tqdm.__init__") for target in targets
+    )
 
 
 def find_targets(node: ast.AST) -> Iterator[ast.expr]:
@@ -72,7 +77,10 @@ def is_step_override(node: ast.AST) -> bool:
     """Return whether a node replaces `scheduler.step`; `self.step` is a different attribute."""
     return any(
         (isinstance(target, ast.Attribute) and target.attr == "step" and ast.unparse(target.value) != "self")
-        or ast.unparse(target).endswith(("vars(scheduler)['step']", ".__dict__['step']"))
+        or (
+            isinstance(target, ast.Subscript)
+            and ast.unparse(target).endswith(("vars(scheduler)['step']", ".__dict__['step']"))
+        )
         for target in find_targets(node)
     )
 

@@ -1,8 +1,6 @@
 """`anyaccel check`: faults are reported at their lines, on the devices that they affect."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from anyaccel.checking.report import Report
 from anyaccel.checking.small_model import make_small_model
 from anyaccel.errors import AnyaccelError, UsageError, VirtualDeviceError
 from tests.checking.bad_pipeline import FAULTS, make
-from tests.conftest import ROOT
+from tests.conftest import RunCli
 
 BAD = Path(__file__).with_name("bad_pipeline.py")
 EFFECTS = {
@@ -116,10 +114,8 @@ def test_unknown_devices_raise() -> None:
         find_devices(["mps", "quantum"])
 
 
-@pytest.mark.long
-def test_the_command_exits_with_1_if_the_check_fails() -> None:
-    command = [Path(sys.executable).parent / "anyaccel", "check", "tests.checking.bad_pipeline:make", "-d", "neuron"]
-    done = subprocess.run([*map(str, command), "--plain"], cwd=ROOT, capture_output=True, text=True, check=False)
+def test_the_command_exits_with_1_if_the_check_fails(run_cli_forked: RunCli) -> None:
+    done = run_cli_forked("check", "tests.checking.bad_pipeline:make", "-d", "neuron", "--plain")
     assert done.returncode == 1, done.stderr
     assert "neuron (virtual, plain diffusers): would fail: " in done.stdout
     assert f"bad_pipeline.py:{line_of('float64')}" in done.stdout

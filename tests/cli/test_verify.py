@@ -11,9 +11,9 @@ from tests.conftest import NEEDS_RECIPES, RunCli
 
 @pytest.mark.long
 @NEEDS_RECIPES
-def test_cpu_agrees_with_its_sheet(run_cli: RunCli, tmp_path: Path) -> None:
+def test_cpu_agrees_with_its_sheet(run_cli_forked: RunCli, tmp_path: Path) -> None:
     file = tmp_path / "evidence.json"
-    done = run_cli(
+    done = run_cli_forked(
         "devices", "cpu", "--verify", "--quick", "--pipelines", "ddpm", "--jobs", "1", "--output", str(file),
         "--signed-off-by", "A. Name", HOME=str(tmp_path),
     )  # fmt: skip
@@ -32,9 +32,9 @@ def test_cpu_agrees_with_its_sheet(run_cli: RunCli, tmp_path: Path) -> None:
     assert str(tmp_path) not in file.read_text()
 
 
-def test_virtual_device_is_labeled_as_virtual(run_cli: RunCli, tmp_path: Path) -> None:
+def test_virtual_device_is_labeled_as_virtual(run_cli_forked: RunCli, tmp_path: Path) -> None:
     file = tmp_path / "evidence.json"
-    done = run_cli("devices", "virtual:neuron", "--verify", "--pipelines", "none", "--json", "-o", str(file))
+    done = run_cli_forked("devices", "virtual:neuron", "--verify", "--pipelines", "none", "--json", "-o", str(file))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["virtual"] is True
     assert "never accepted as evidence" in done.stderr

@@ -102,19 +102,19 @@ def read_images(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.rglob("*.png")}
 
 
-def test_a_finished_batch_is_not_run_again(files: Path, run_cli: RunCli) -> None:
+def test_a_finished_batch_is_not_run_again(files: Path, run_cli_forked: RunCli) -> None:
     before = read_images(files / "batch" / "finished")
-    summary = run_batch(run_cli, files, "finished")
+    summary = run_batch(run_cli_forked, files, "finished")
     assert (summary["rows"], summary["done"], summary["failed"], summary["made"]) == (2, 2, 0, 0)
     assert read_images(files / "batch" / "finished") == before
 
 
 @pytest.mark.long
-def test_a_stopped_batch_continues_with_its_last_row(files: Path, run_cli: RunCli) -> None:
+def test_a_stopped_batch_continues_with_its_last_row(files: Path, run_cli_forked: RunCli) -> None:
     folder = files / "batch" / "stopped"
     before = read_images(folder)
     assert len(before) == 3
-    summary = run_batch(run_cli, files, "stopped")
+    summary = run_batch(run_cli_forked, files, "stopped")
     assert (summary["rows"], summary["done"], summary["failed"], summary["made"]) == (4, 4, 0, 1)
     after = read_images(folder)
     assert {name: after[name] for name in before} == before
@@ -126,9 +126,9 @@ def test_a_stopped_batch_continues_with_its_last_row(files: Path, run_cli: RunCl
     assert len({Path(line["path"]).parent for line in lines}) == 1, "a batch has one folder of images"
 
 
-def test_another_input_is_not_mixed_into_a_batch(files: Path, run_cli: RunCli) -> None:
+def test_another_input_is_not_mixed_into_a_batch(files: Path, run_cli_forked: RunCli) -> None:
     batch = files / "batch"
-    done = run_cli("batch", str(batch / "finished.jsonl"), "--out", str(batch / "stopped"), "--device", "cpu")
+    done = run_cli_forked("batch", str(batch / "finished.jsonl"), "--out", str(batch / "stopped"), "--device", "cpu")
     assert done.returncode == 2, done.stdout + done.stderr
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 import pkgutil
-import subprocess
-import sys
 import types
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 from anyaccel.emulator import torch_patch_registry
 from anyaccel.emulator.torch_patch_registry import PATCHES, Patch, apply_patch, patched, remove_patches, replace_class
 from anyaccel.errors import UpstreamError
-from tests.conftest import ROOT
+from tests.conftest import run_in_fork
 
 NAMES = [name for patch in PATCHES for name in (patch.name, *patch.aliases) if "*" not in name]
 ENTRIES = [patch for patch in PATCHES if "*" not in patch.name]
@@ -151,7 +149,8 @@ print("restored")
     [("virtual:neuron", ("scripts", "emulator")), ("virtual:xpu", ("emulator", "scripts"))],
 )
 def test_virtual_device_and_script_apply_and_remove_all_patches(device: str, users: tuple[str, str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ROUND_TRIP, device, *users], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    def work() -> None:
+        exec(compile(ROUND_TRIP, "<string>", "exec"), {"__name__": "__main__"})
+
+    done = run_in_fork(work, ["-c", device, *users], {})
     assert done.stdout.endswith("restored\n"), done.stderr

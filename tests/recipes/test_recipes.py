@@ -1,4 +1,7 @@
-"""Every recipe creates a real pipeline that runs on the CPU and generates the same image twice."""
+"""Every recipe creates a real pipeline that runs on the CPU and generates the same image twice.
+
+`make check` runs every third recipe, and `make test-slow` the others.
+"""
 
 import subprocess
 import sys
@@ -37,7 +40,13 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, id=name, marks=pytest.mark.slow if number % 3 else ())
+        for number, (name, recipe) in enumerate(RECIPES.items())
+    ],
+)
 def test_a_recipe_makes_a_pipeline_that_gives_the_same_twice(recipe: Recipe, shared_cache: SharedCache) -> None:
     import torch
 

@@ -201,7 +201,7 @@ def test_an_address_reachable_from_other_machines_requires_a_key() -> None:
 
 @pytest.mark.long
 def test_requests_have_a_deadline_and_a_kill_loses_no_job(tmp_path: Path) -> None:
-    live = Live(tmp_path, "--max-batch", "1", "--limit", "deadline_s=12", *LIMITS)
+    live = Live(tmp_path, "--max-batch", "1", "--limit", "deadline_s=6", *LIMITS)
     with live.http() as http:
         waiting = http.post("/v1/jobs", json=LONG).json()["id"]
         live.wait_state(http, waiting, "running")
@@ -210,7 +210,7 @@ def test_requests_have_a_deadline_and_a_kill_loses_no_job(tmp_path: Path) -> Non
         assert live.wait_state(http, waiting, "failed")["error"]["code"] == "deadline_exceeded"
         short = http.post("/v1/images/generations", json={**LONG, "num_inference_steps": 1})
         assert short.status_code == 200
-        steps = (100, 8, 8)
+        steps = (40, 2, 2)
         jobs = [http.post("/v1/jobs", json={**LONG, "num_inference_steps": count}).json()["id"] for count in steps]
         live.wait_state(http, jobs[0], "running")
     live.end(signal.SIGKILL)

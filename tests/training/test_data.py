@@ -122,10 +122,10 @@ def test_the_list_of_things_is_reproducible() -> None:
 
 @pytest.mark.needs_tool("font")
 def test_colors_match_the_glyphs() -> None:
-    colors = {thing.name: name_color(glyph) for thing in THINGS if (glyph := draw_glyph(thing.glyph)) is not None}
-    assert colors["rose"] == "red"
-    assert colors["cucumber"] == "green"
-    assert colors["elephant"] == "grey"
+    expected = {"rose": "red", "cucumber": "green", "elephant": "grey"}
+    chosen = [thing for thing in THINGS if thing.name in expected]
+    colors = {thing.name: name_color(glyph) for thing in chosen if (glyph := draw_glyph(thing.glyph)) is not None}
+    assert colors == expected
     stored = {thing.name: thing.color for thing in THINGS}
     assert stored["rose"] == "red"
     assert stored["cherry blossom"] in (None, "pink")

@@ -176,9 +176,10 @@ def test_invalid_input_is_rejected_before_a_worker_starts(
 
 @pytest.mark.long
 def test_an_argument_unknown_to_the_model_is_rejected_before_any_row_runs(
-    run_cli: RunCli, tmp_path: Path, model: str
+    run_cli_forked: RunCli, tmp_path: Path, model: str
 ) -> None:
-    check_rejected(run_cli, tmp_path, '{"prompt": "x", "sedd": 3}', ["--model", model], "unknown argument 'sedd'")
+    row = '{"prompt": "x", "sedd": 3}'
+    check_rejected(run_cli_forked, tmp_path, row, ["--model", model], "unknown argument 'sedd'")
 
 
 def check_rejected(run: RunCli, folder: Path, content: str, options: list[str], message: str) -> None:

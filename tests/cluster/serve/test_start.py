@@ -39,6 +39,7 @@ from tests.cluster.serve.replica_kills import (
     kill_under_load,
     list_replicas,
 )
+from tests.conftest import RunCli
 from tests.server.live import Live
 
 ENDLESS = 20_000
@@ -278,11 +279,6 @@ def test_replicas_without_an_index_from_ray_claim_a_device_each(
     claim_device("cpu")[1].close()
 
 
-def run_serve(*options: str) -> Any:
-    command = [sys.executable, "-m", "anyaccel", "serve", "--port", "0", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-
-
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
@@ -295,9 +291,9 @@ def run_serve(*options: str) -> Any:
     ],
 )
 def test_invalid_options_are_rejected_at_the_start(
-    options: tuple[str, ...], status: int, message: str, tmp_path: Path
+    options: tuple[str, ...], status: int, message: str, run_cli_forked: RunCli, tmp_path: Path
 ) -> None:
-    done = run_serve(*options, "--data", str(tmp_path))
+    done = run_cli_forked("serve", "--port", "0", *options, "--data", str(tmp_path))
     assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
     assert message in done.stderr
     assert "hint:" in done.stderr

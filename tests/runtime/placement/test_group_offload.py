@@ -209,7 +209,7 @@ def test_private_names_of_diffusers() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("streams", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_streamed_pipeline_supports_all_operations(streams: bool) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, lora_alpha=2, target_modules=["to_q"], init_lora_weights=False)

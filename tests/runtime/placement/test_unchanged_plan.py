@@ -14,6 +14,7 @@ from anyaccel.recipes import recipes, run
 from anyaccel.runtime.placement_state import find_placement
 from anyaccel.runtime.speed import compile as compile_module
 from tests.conftest import NEEDS_RECIPES
+from tests.runtime.speed.small_pipelines import make_small
 
 pytestmark = [NEEDS_RECIPES, pytest.mark.usefixtures("pipelines_imported")]
 
@@ -34,8 +35,7 @@ def test_a_plan_cannot_be_edited_or_replaced() -> None:
 @pytest.mark.long
 def test_compilation_and_step_skipping_do_not_change_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_module, "_find_backend", lambda *args: "eager")
-    recipe = recipes()["stable-diffusion"]
-    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True, speed="fast")
+    pipe: Any = anyaccel.place(make_small(), "cpu", dtype="float32", compile=True, speed="fast")
     plan, before = pipe.plan, list_decisions(pipe.plan)
     for size in (16, 32):
         pipe("a fox", height=size, width=size, num_inference_steps=8, num_images_per_prompt=2, output_type="np")
@@ -74,10 +74,10 @@ def test_running_out_of_memory_does_not_change_the_plan() -> None:
         recipe = recipes()["stable-diffusion"]
         pipe: Any = anyaccel.place(recipe.make(), "hpu", dtype="float32")
         plan, before = pipe.plan, list_decisions(pipe.plan)
-        pipe("a fox", height=64, width=64, num_inference_steps=1, num_images_per_prompt=8, output_type="np")
+        pipe("a fox", height=32, width=32, num_inference_steps=1, num_images_per_prompt=8, output_type="np")
         return pipe.plan is plan, list_decisions(plan) == before, str(plan.memory), str(plan.memory_in_use)
 
-    same, unchanged, planned, used = run_forked("hpu", use, memory=3 * 2**20)
+    same, unchanged, planned, used = run_forked("hpu", use, memory=2**20)
     assert same
     assert unchanged
     assert planned == "everything resident"

@@ -16,6 +16,7 @@ from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import UnknownComponentError, UsageError
 from anyaccel.recipes import recipes, run
 from tests.conftest import NEEDS_RECIPES
+from tests.runtime.speed.small_pipelines import make_small
 
 pytestmark = [NEEDS_RECIPES, pytest.mark.usefixtures("pipelines_imported", "compiler_imported")]
 CALL: dict[str, Any] = {"num_inference_steps": 2, "output_type": "np", "seed": 1}
@@ -27,27 +28,6 @@ def make(device: str = "neuron", name: str = "stable-diffusion", full: bool = Fa
     pipe = anyaccel.place(recipes()[name].make() if full else make_small(name), device, dtype="fp32")
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-def make_small(name: str = "stable-diffusion") -> Any:
-    """Return a plain diffusers pipeline with a smaller UNet."""
-    pipe: Any = recipes()[name].make()
-    pipe.unet = shrink(pipe.unet)
-    return pipe
-
-
-def shrink(unet: Any) -> Any:
-    """Return a UNet with one level, one cross attention and no mid block."""
-    smaller = {
-        "down_block_types": ("CrossAttnDownBlock2D",),
-        "up_block_types": ("UpBlock2D",),
-        "mid_block_type": None,
-        "block_out_channels": (8,),
-    }
-    unet_class: Any = diffusers.UNet2DConditionModel
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(20)
-        return unet_class.from_config({**unet.config, **smaller}).eval()
 
 
 @pytest.mark.long
@@ -93,10 +73,9 @@ def test_one_graph_per_size_and_none_in_a_second_process(tmp_path: Path) -> None
     "name",
     [
         "flux",
-        "wan",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("stable-diffusion-xl", "pixart-alpha", "flux-2-klein", "ltx")
+            for name in ("wan", "stable-diffusion-xl", "pixart-alpha", "flux-2-klein", "ltx")
         ),
     ],
 )
@@ -121,7 +100,7 @@ def test_each_denoiser_compiles_to_one_graph(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("images", [10, 100_000])
+@pytest.mark.parametrize("images", [10, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_models_with_workarounds_compile_on_request(images: int) -> None:
     """FLUX calls `unflatten`, which Dynamo cannot trace inside a torch function mode."""
     recipe = recipes()["flux"]

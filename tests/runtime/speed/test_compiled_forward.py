@@ -4,7 +4,7 @@ import functools
 import gc
 import importlib.util
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from anyaccel.runtime.speed import compile as compile_module
 from anyaccel.runtime.speed.apply_speedups import remove_speedups
 from anyaccel.runtime.speed.compiled_forward import CompiledForward, compile_blocks, compile_forward, find_compiled
 from tests.conftest import NEEDS_RECIPES
+from tests.runtime.speed.small_pipelines import make_small
 
 pytestmark = NEEDS_RECIPES
 
@@ -46,15 +47,20 @@ def use_backend(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
     torch._dynamo.reset()
 
 
+def find_maker(name: str) -> Callable[[], Any]:
+    """Return a function that makes the pipeline of a recipe, with a small UNet if it has one."""
+    return make_small if name == "stable-diffusion" else recipes()[name].make
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["stable-diffusion", "wan"])
 def test_pipeline_runs_eagerly_if_compilation_fails(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     use_backend(monkeypatch, fail)
-    recipe = recipes()[name]
-    expected = run(recipe, recipe.make())
-    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+    recipe, make = recipes()[name], find_maker(name)
+    expected = run(recipe, make())
+    pipe: Any = anyaccel.place(make(), "cpu", dtype="float32", compile=True)
     for _ in range(2):
         numpy.testing.assert_array_equal(run(recipe, pipe), expected)
     report = pipe.plan.report
@@ -69,9 +75,9 @@ def test_pipeline_runs_eagerly_if_compilation_fails(
 @pytest.mark.parametrize("name", ["wan", "stable-diffusion"])
 def test_channels_last_applies_to_2d_convolutions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
-    recipe = recipes()[name]
-    expected = run(recipe, recipe.make())
-    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True, channels_last=True)
+    recipe, make = recipes()[name], find_maker(name)
+    expected = run(recipe, make())
+    pipe: Any = anyaccel.place(make(), "cpu", dtype="float32", compile=True, channels_last=True)
     numpy.testing.assert_allclose(run(recipe, pipe), expected, atol=1e-4)
     assert pipe.plan.report.not_compiled is None
     assert pipe.plan.report.compiled_models.value
@@ -158,10 +164,10 @@ def test_patched_torch_function_runs_until_it_is_restored(monkeypatch: pytest.Mo
 def test_hooks_of_other_libraries_added_after_compilation_run(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
     recipe = recipes()["stable-diffusion"]
-    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+    pipe: Any = anyaccel.place(make_small(), "cpu", dtype="float32", compile=True)
     run(recipe, pipe)
     assert get_override(pipe.unet, Slot.COMPILE) is not None
-    stock: Any = recipe.make()
+    stock: Any = make_small()
     for model in (stock.unet, pipe.unet):
         model.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
     numpy.testing.assert_array_equal(run(recipe, pipe), run(recipe, stock))
@@ -172,12 +178,12 @@ def test_hooks_of_other_libraries_added_after_compilation_run(monkeypatch: pytes
 def test_forward_replaced_by_the_user_runs(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     use_backend(monkeypatch, "eager")
     recipe = recipes()["stable-diffusion"]
-    stock: Any = recipe.make()
+    stock: Any = make_small()
     mask = (torch.arange(77).expand(2, 77) < 3).float()
     stock.unet.forward = functools.partial(stock.unet.forward, encoder_attention_mask=mask)
     expected = run(recipe, stock)
-    assert numpy.abs(expected - run(recipe, recipe.make())).max() > 1e-3
-    plain: Any = recipe.make()
+    assert numpy.abs(expected - run(recipe, make_small())).max() > 1e-3
+    plain: Any = make_small()
     if when == "before":
         plain.unet.forward = functools.partial(plain.unet.forward, encoder_attention_mask=mask)
     pipe: Any = anyaccel.place(plain, "cpu", dtype="float32", compile=True)
@@ -190,8 +196,8 @@ def test_forward_replaced_by_the_user_runs(monkeypatch: pytest.MonkeyPatch, when
 def test_class_replaced_after_compilation_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
     recipe = recipes()["stable-diffusion"]
-    stock: Any = recipe.make()
-    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+    stock: Any = make_small()
+    pipe: Any = anyaccel.place(make_small(), "cpu", dtype="float32", compile=True)
     run(recipe, pipe)
     for pipeline in (pipe, stock):
         unet_class: Any = type(pipeline.unet)
@@ -206,7 +212,7 @@ def test_class_replaced_after_compilation_is_used(monkeypatch: pytest.MonkeyPatc
 def test_report_drops_removed_compiled_models(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
     recipe = recipes()["stable-diffusion"]
-    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+    pipe: Any = anyaccel.place(make_small(), "cpu", dtype="float32", compile=True)
     run(recipe, pipe)
     assert pipe.plan.report.compiled_models.value
     pipe.to("cpu", compile=False)
@@ -296,7 +302,7 @@ def test_released_model_frees_its_weights_immediately() -> None:
 def test_report_contains_a_repeated_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, fail)
     recipe = recipes()["stable-diffusion"]
-    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+    pipe: Any = anyaccel.place(make_small(), "cpu", dtype="float32", compile=True)
     run(recipe, pipe)
     assert "unet" in pipe.plan.report.not_compiled.value
     remove_speedups(pipe, find_placement(pipe))
@@ -309,7 +315,7 @@ def test_report_contains_a_repeated_failure(monkeypatch: pytest.MonkeyPatch) -> 
 def test_models_recompile_after_another_pipeline_removed_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
     recipe = recipes()["stable-diffusion"]
-    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+    pipe: Any = anyaccel.place(make_small(), "cpu", dtype="float32", compile=True)
     run(recipe, pipe)
     sibling: Any = anyaccel.DiffusionPipeline.from_pipe(pipe)
     sibling.to("cpu", dtype="float32", compile=False)
@@ -323,14 +329,14 @@ def test_models_recompile_after_another_pipeline_removed_the_code(monkeypatch: p
 def test_no_compilation_when_attention_is_sliced_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
     recipe = recipes()["stable-diffusion"]
-    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+    pipe: Any = anyaccel.place(make_small(), "cpu", dtype="float32", compile=True)
     run(recipe, pipe)
     placement = find_placement(pipe)
     assert placement is not None
     assert placement.speed is not None
     unsliced, sliced = (
         placement.plan,
-        anyaccel.place(recipe.make(), "cpu", dtype="float32", attention_slicing="max").plan,
+        anyaccel.place(make_small(), "cpu", dtype="float32", attention_slicing="max").plan,
     )
     placement.call_plan = sliced
     apply_speedups._compile(pipe, placement, placement.speed)
@@ -349,7 +355,7 @@ def test_interrupted_calls_are_compiled_again(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(apply_speedups, "load_payload", lambda key: None)
     monkeypatch.setattr(apply_speedups, "save_compiled", lambda *args: saved.append(args))
     recipe = recipes()["stable-diffusion"]
-    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+    pipe: Any = anyaccel.place(make_small(), "cpu", dtype="float32", compile=True)
 
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt

@@ -17,6 +17,7 @@ import anyaccel
 from anyaccel.recipes import recipes, run
 from anyaccel.upstream.torch_internals import read_function_modes
 from tests.conftest import NEEDS_RECIPES
+from tests.runtime.speed.small_pipelines import make_small
 
 pytestmark = NEEDS_RECIPES
 RECIPE = "stable-diffusion"
@@ -64,8 +65,9 @@ def test_copies_run_their_own_weights(pipe: Any, stock: Any) -> None:
 
 @pytest.mark.long
 @torch.no_grad()
-def test_models_can_be_traced_exported_and_compiled(pipe: Any, stock: Any) -> None:
-    expected = stock.unet(*ARGUMENTS).sample
+def test_models_can_be_traced_exported_and_compiled() -> None:
+    pipe: Any = anyaccel.place(make_small(RECIPE), "cpu", dtype="float32")
+    expected = make_small(RECIPE).unet(*ARGUMENTS).sample
     model = Denoiser(pipe.unet).eval()
     trace: Any = torch.jit.trace
     with warnings.catch_warnings():
