@@ -70,9 +70,9 @@ def read_call_request(
 
     Raise `UsageError` if both `seed` and `generator` are passed.
     """
-    kwargs = dict(kwargs)
-    seed = kwargs.pop("seed", None)
-    signature = inspect.signature(call)
+    kwargs, signature = dict(kwargs), inspect.signature(call)
+    # Some pipelines have a `seed` argument of their own.
+    seed = None if "seed" in signature.parameters else kwargs.pop("seed", None)
     bound = signature.bind(pipe, *args, **kwargs)
     arguments: dict[str, Any] = {}
     accepts: set[str] = set()
@@ -91,6 +91,8 @@ def read_call_request(
             accepts |= bound.arguments.get(name, {}).keys()
         elif name in bound.arguments:
             arguments[name] = bound.arguments[name]
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                positional = (*positional, name)
         accepts.add(name)
     accepts |= _block_inputs(pipe)
     integers = {name: to_integer(arguments.get(name)) for name in _INTEGERS}
@@ -140,10 +142,11 @@ def _count_prompts(arguments: dict[str, Any], accepts: set[str]) -> int:
             return len(value)
         if isinstance(value, dict) and isinstance(value.get("prompt"), list):
             return len(value["prompt"])
-    size = arguments.get("batch_size")
-    if isinstance(size, int) and size > 0:
-        return size
-    return 1 if "prompt" in accepts else _count_input_images(arguments.get("image"))
+    if "prompt" in accepts:
+        return 1
+    # In pipelines with an input image, such as Marigold, `batch_size` is the number of images per model call.
+    size = None if "image" in accepts else arguments.get("batch_size")
+    return size if isinstance(size, int) and size > 0 else _count_input_images(arguments.get("image"))
 
 
 def _count_input_images(value: Any) -> int:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import diffusers
 import torch
@@ -22,8 +22,9 @@ from anyaccel.runtime.call.between_calls import between_calls, make_running_erro
 from anyaccel.runtime.call.run import run_call
 from anyaccel.runtime.call.validation import reject_unused_seed
 from anyaccel.runtime.call.warmup import warm_up
-from anyaccel.runtime.introspection import plain_class
+from anyaccel.runtime.introspection import find_models, plain_class
 from anyaccel.runtime.loading import derive_pipeline, keep_dtype, load_pipeline
+from anyaccel.runtime.own_methods import call_own_to, find_own_methods
 from anyaccel.runtime.placement.inherit import adopt_before_move, adopt_placement
 from anyaccel.runtime.placement.oom_retry import weights_on_cpu
 from anyaccel.runtime.placement.place import attach_placement, place_pipeline, plan_pipeline, replan, resolve_device
@@ -47,6 +48,7 @@ from anyaccel.upstream.diffusers_hooks import (
     install_pipeline_hooks,
     is_created_by_pipeline,
 )
+from anyaccel.upstream.diffusers_internals import has_custom_processors
 from anyaccel.upstream.torch_compile_internals import unwrap_compiled
 
 __all__ = [
@@ -68,6 +70,18 @@ _WEIGHT_METHODS = (
 
 
 _THREAD = threading.local()
+
+
+class PlanAttribute:
+    """The decisions for a pipeline on its device, with their reasons: `print(pipe.plan)`."""
+
+    # Not a property, which would prevent a custom pipeline from having an attribute of this name.
+    @overload
+    def __get__(self, pipe: None, kind: type) -> PlanAttribute: ...
+    @overload
+    def __get__(self, pipe: Portable, kind: type) -> Plan: ...
+    def __get__(self, pipe: Portable | None, kind: type) -> Plan | PlanAttribute:
+        return self if pipe is None else _placement_of(pipe).plan
 
 
 class Portable(VendorAliases):
@@ -97,14 +111,13 @@ class Portable(VendorAliases):
 
         def move(target: torch.device, dtype: torch.dtype | None) -> None:
             # hpu_migration=False: diffusers would set the Gaudi variables, which `place_pipeline` has already set.
-            super(Portable, self).to(target, dtype, silence_dtype_warnings=True, hpu_migration=False)  # type: ignore[misc]
+            own_to: Any = super(Portable, self).to  # type: ignore[misc]
+            if not call_own_to(own_to, target, dtype, silence_dtype_warnings=True, hpu_migration=False):
+                diffusers.DiffusionPipeline.to(self, dtype, silence_dtype_warnings=True)
 
         place_pipeline(self, device, options, move, dtype=dtype)
 
-    @property
-    def plan(self) -> Plan:
-        """The decisions for this pipeline on its device, with their reasons: `print(pipe.plan)`."""
-        return _placement_of(self).plan
+    plan = PlanAttribute()
 
     @property
     def _execution_device(self) -> Any:
@@ -128,6 +141,9 @@ class Portable(VendorAliases):
 
         `slice_size` is the number of heads, `"auto"` for half of them or `"max"` for one head.
         """
+        # The method of diffusers replaces the attention processors of the user.
+        if any(has_custom_processors(model) for model in find_models(self).values()):
+            super().enable_attention_slicing(slice_size)  # type: ignore[misc]
         replan(self, _placement_of(self), {"attention_slicing": slice_size})
 
     def disable_attention_slicing(self) -> None:
@@ -278,6 +294,7 @@ def portable_class(kind: Any) -> type:
     if any("__call__" in vars(base) for base in kind.__mro__):
         content["__call__"] = _wrap_call(kind)
     content |= {name: _with_weights(kind, name) for name in _WEIGHT_METHODS if hasattr(kind, name)}
+    content |= find_own_methods(kind, first)
     return type(kind.__name__, (first, kind), content)
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "casts_components",
     "find_denoising_step",
     "find_renamed_class",
+    "has_custom_processors",
     "has_hook",
     "is_argument_error",
     "is_uneven_share",
@@ -69,12 +70,27 @@ def has_hook(attributes: Mapping[str, Any]) -> bool:
 
 
 def is_argument_error(error: BaseException) -> bool:
-    """Return whether a pipeline's `check_inputs` method raised the error (pipelines/*/pipeline_*.py)."""
+    """Return whether a pipeline raised the error for an argument (pipelines/*/pipeline_*.py).
+
+    Pipelines check arguments in `check_inputs`, and the length of a list of generators in `prepare_latents`.
+    """
     # Pipelines raise a plain ValueError or TypeError, so only the name of the raising function identifies it.
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next
-    return innermost is not None and innermost.tb_frame.f_code.co_name == "check_inputs"
+    name = "" if innermost is None else innermost.tb_frame.f_code.co_name
+    return name == "check_inputs" or (name == "prepare_latents" and "list of generators" in str(error))
+
+
+def has_custom_processors(model: torch.nn.Module) -> bool:
+    """Return whether attention layers have processors other than those of diffusers.
+
+    `enable_attention_slicing` replaces them (models/attention_processor.py).
+    """
+    processors = (getattr(layer, "processor", None) for layer in model.modules() if hasattr(layer, "set_processor"))
+    return any(
+        processor is not None and not type(processor).__module__.startswith("diffusers.") for processor in processors
+    )
 
 
 def find_denoising_step(frame: FrameType) -> int | None:

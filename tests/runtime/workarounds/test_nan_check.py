@@ -132,3 +132,23 @@ def test_images_replaced_by_the_safety_checker_are_logged(caplog: pytest.LogCapt
         result = pipe("a fox", **CALL)
     assert result.blackened == [True]
     assert "the safety checker replaced 1 of 1 images" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["hook", "callback"])
+def test_nan_that_the_user_replaces_is_not_an_error(how: str) -> None:
+    pipe = anyaccel.place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32")
+    with torch.no_grad():
+        pipe.unet.conv_out.bias.fill_(float("nan"))
+    steps: list[int] = []
+
+    def repair(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        steps.append(step)
+        return {"latents": torch.nan_to_num(tensors["latents"], nan=0.1)}
+
+    arguments = recipes()["stable-diffusion"].call()
+    if how == "callback":
+        arguments["callback_on_step_end"] = repair
+    else:
+        pipe.unet.register_forward_hook(lambda module, args, output: (torch.nan_to_num(output[0], nan=0.1),))
+    assert numpy.isfinite(pipe(**arguments).images).all()
+    assert steps == (list(range(len(pipe.scheduler.timesteps))) if how == "callback" else [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -46,6 +47,7 @@ from anyaccel.runtime.workarounds.noise import (
 from anyaccel.runtime.workarounds.scheduler_tensors_on_cpu import keep_on_cpu
 from anyaccel.runtime.workarounds.side_stream_copy import find_side_stream_copy
 from anyaccel.upstream.diffusers_internals import is_argument_error
+from anyaccel.upstream.torch_internals import read_hook_tables
 
 __all__ = ["run_call"]
 
@@ -62,7 +64,7 @@ def run_call(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...],
             current = find_placement(pipe) or placement
             if current is placement:
                 if placement.running:  # a nested pipeline, or a callback that calls the pipeline again
-                    return call(pipe, *args, **_remove_seed(kwargs))
+                    return call(pipe, *args, **_remove_seed(call, kwargs))
                 current = follow_models(pipe, placement)
             if current is placement:
                 warn_unused_arguments(pipe, kwargs)
@@ -70,8 +72,10 @@ def run_call(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...],
         placement = current  # the pipeline was placed again while this thread waited for the lock
 
 
-def _remove_seed(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _remove_seed(call: Call, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call inside another call of the same pipeline; raise if they have a seed."""
+    if "seed" in inspect.signature(call).parameters:
+        return kwargs
     seed = kwargs.get("seed")
     if seed is not None:
         raise UsageError(
@@ -224,9 +228,15 @@ class _ChunkRun:
             if self.side_stream_copy is None
             else self.side_stream_copy.read_after(outputs.wait, functools.partial(find_non_finite, outputs))
         )
-        if non_finite:
+        if non_finite and not (outputs.last_model not in non_finite and self._may_be_repaired(non_finite)):
             result = self._recover(non_finite)
         return result
+
+    def _may_be_repaired(self, names: list[str]) -> bool:
+        """Return whether a callback or a hook of the user can have replaced NaN and Inf in the models' outputs."""
+        if any("callback" in name and value is not None for name, value in self.chunk.arguments.items()):
+            return True
+        return any(read_hook_tables(self.components[name])[0] for name in names if name in self.components)
 
     def _run_once(self) -> tuple[Any, OutputCheck]:
         chunk, source = self.start(self.chunk)

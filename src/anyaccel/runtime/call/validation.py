@@ -30,7 +30,6 @@ def validate_call(placement: Placement, request: CallRequest) -> None:
         )
     _validate_steps(request)
     _check_size(request)
-    _check_generators(request)
 
 
 def _validate_steps(request: CallRequest) -> None:
@@ -49,24 +48,6 @@ def _check_size(request: CallRequest) -> None:
         side = request.arguments.get(name)
         if isinstance(side, int) and side < 0:
             check_side(name, side)
-
-
-def _check_generators(request: CallRequest) -> None:
-    """Raise if the length of a list of generators does not match the number of images.
-
-    Without a prompt, the number of images is only a lower bound, so extra generators are accepted.
-    """
-    generators = request.arguments.get("generator")
-    if not isinstance(generators, list | tuple):
-        return
-    # Without a prompt the number of images is only a lower bound, so more generators are accepted.
-    has_prompt = request.arguments.get("prompt") is not None
-    if len(generators) < request.images or (has_prompt and len(generators) > request.images):
-        images = f"{request.images} image{'s' if request.images != 1 else ''}"
-        raise UsageError(
-            f"{len(generators)} generator{'s were' if len(generators) != 1 else ' was'} passed for {images}",
-            hint="pass a list with one generator per image, or a single generator",
-        )
 
 
 def warn_unused_arguments(pipe: Any, names: Iterable[str]) -> None:

@@ -37,6 +37,8 @@ class OutputCheck:
     def __init__(self, record_event: RecordEvent | None = None) -> None:
         self.last_outputs: dict[str, torch.Tensor] = {}
         self.forward_counts: dict[str, int] = {}
+        self.last_model = ""
+        """The model that ran last."""
         self.record_event = record_event
         self.wait: Callable[[], None] = lambda: None
         """Waits for the last recorded output, if events are recorded."""
@@ -61,6 +63,7 @@ def record_output(name: str, output: Any) -> None:
         # The sum of a large output is NaN or Inf if an element is, and does not hold the memory of the output.
         is_large = tensor.numel() * tensor.element_size() > MAX_KEPT_OUTPUT_BYTES
         check.last_outputs[name] = tensor.sum(dtype=torch.float32) if is_large else tensor
+        check.last_model = name
         check.forward_counts[name] = check.forward_counts.get(name, 0) + 1
         if check.record_event is not None:
             check.wait = check.record_event()

@@ -1,0 +1,49 @@
+"""Methods of users' pipeline classes that anyaccel's class would otherwise hide."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["call_own_to", "find_own_methods"]
+
+_LIBRARIES = ("anyaccel", "diffusers", "builtins")
+# `to` always places the pipeline, and calls the user's method to move the models.
+_PLACING = ("to", "place_with_plan")
+_COPYING = ("__deepcopy__", "__reduce__")
+
+
+def find_own_methods(kind: type, portable: type) -> dict[str, Any]:
+    """Return the methods and attributes of a user's pipeline class that the portable class also has.
+
+    A method of the user takes precedence, so that a custom pipeline works as it does in diffusers.
+    """
+    hidden = {
+        name
+        for base in portable.__mro__
+        if base.__module__.partition(".")[0] == "anyaccel"
+        for name in vars(base)
+        if name not in _PLACING and (not name.startswith("__") or name in _COPYING)
+    }
+    own: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        if base.__module__.partition(".")[0] not in _LIBRARIES:
+            own |= {name: value for name, value in vars(base).items() if name in hidden}
+    return own
+
+
+def call_own_to(to: Callable[..., Any], device: torch.device, dtype: torch.dtype | None, **options: Any) -> bool:
+    """Call a pipeline's `to` with the options that it accepts; return whether it accepted the dtype."""
+    parameters = inspect.signature(to).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        to(device, dtype, **options)
+        return True
+    names = [parameter.name for parameter in parameters]
+    # diffusers reads the dtype from `*args`; a user's method may have it as a parameter.
+    takes_dtype = "dtype" in names or any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+    accepted = {name: value for name, value in options.items() if name in names}
+    to(device, *([dtype] if takes_dtype and dtype is not None else []), **accepted)
+    return takes_dtype or dtype is None

@@ -1,0 +1,96 @@
+"""Custom pipeline classes with methods, arguments and attributes that anyaccel also has."""
+
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+import anyaccel
+from anyaccel.recipes import recipes
+
+Stock: Any = diffusers.StableDiffusionPipeline
+
+
+class CustomPipeline(Stock):  # type: ignore[misc]
+    """A pipeline with methods and attributes that the portable class also has."""
+
+    plan = "the pipeline's own attribute"
+
+    @property
+    def calls(self) -> list[str]:
+        return vars(self).setdefault("own_calls", [])  # type: ignore[no-any-return]
+
+    def __call__(self, prompt: Any, /, *, seed: int = 0, **kwargs: Any) -> Any:
+        generator = torch.Generator().manual_seed(seed + 100)
+        return super().__call__(prompt, generator=generator, num_inference_steps=2, output_type="np", **kwargs)
+
+    def to(self, device: Any) -> Any:
+        self.calls.append("to")
+        return super().to(device)
+
+    def enable_attention_slicing(self, slice_size: Any = "auto") -> None:
+        self.calls.append("enable_attention_slicing")
+
+    def warmup(self) -> str:
+        return "the pipeline's own warmup"
+
+
+def make(kind: Any) -> Any:
+    plain: Any = recipes()["stable-diffusion"].make()
+    pipe = kind(**plain.components, requires_safety_checker=False)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def test_methods_and_arguments_of_a_custom_pipeline_take_precedence() -> None:
+    stock = make(CustomPipeline)
+    placed = anyaccel.place(make(CustomPipeline), "cpu", dtype="float32")
+    assert placed.calls == ["to"]
+    for pipe in (stock, placed):
+        pipe.enable_attention_slicing()
+        assert pipe.calls[-1] == "enable_attention_slicing"
+        assert pipe.warmup() == "the pipeline's own warmup"
+        assert pipe.plan == "the pipeline's own attribute"
+    expected = stock("a fox", seed=5).images
+    assert (placed("a fox", seed=5).images == expected).all()
+    assert (placed("a fox", seed=6).images != expected).any()
+
+
+def test_an_instance_attribute_may_be_called_plan() -> None:
+    placed = anyaccel.place(make(Stock), "cpu", dtype="float32")
+    assert placed.plan.dtype.value == "float32"
+    placed.plan = "own"
+    assert placed.plan == "own"
+
+
+class Doubling:
+    """An attention processor that changes the output of attention."""
+
+    def __call__(self, attn: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return 2 * diffusers.models.attention_processor.AttnProcessor2_0()(attn, hidden_states, **kwargs)
+
+
+@pytest.mark.parametrize("method", ["enable_attention_slicing", "disable_attention_slicing"])
+def test_attention_slicing_replaces_custom_processors(method: str) -> None:
+    images = []
+    for pipe in (make(Stock), anyaccel.place(make(Stock), "cpu", dtype="float32")):
+        call = {"num_inference_steps": 2, "output_type": "np", "height": 16, "width": 16}
+        pipe.unet.set_attn_processor(Doubling())
+        custom = pipe("a fox", generator=torch.Generator().manual_seed(1), **call).images
+        getattr(pipe, method)()
+        images.append(pipe("a fox", generator=torch.Generator().manual_seed(1), **call).images)
+        assert abs(images[-1] - custom).max() > 1e-3
+    assert abs(images[0] - images[1]).max() < 1e-4
+
+
+def test_batch_size_of_a_pipeline_with_an_input_image_is_not_the_number_of_images() -> None:
+    recipe = recipes()["marigold-depth"]
+    arguments: Any = recipe.call() | {"batch_size": 4, "generator": [torch.Generator().manual_seed(3)]}
+    placed = anyaccel.place(recipe.make(), "cpu", dtype="float32", images_per_call=1)
+    stock: Any = recipe.make()
+    result = placed(**arguments).prediction
+    arguments["generator"] = [torch.Generator().manual_seed(3)]
+    expected = stock(**arguments).prediction
+    assert result.shape == expected.shape
+    assert abs(result - expected).max() < 1e-4
