@@ -95,6 +95,39 @@ def test_a_lost_change_in_a_callback_raises() -> None:
     run_forked("mps", use, timeout_s=300)
 
 
+def test_a_change_through_data_in_a_callback_is_kept() -> None:
+    def use(accelerator: VirtualAccelerator) -> None:
+        silence_output()
+        pipe, stock = place(make(), "mps", dtype="float32", memory="phase"), make()
+        before = generate(pipe)
+
+        def change(pipe: Any, step: int, *args: Any) -> dict[str, Any]:
+            if step == 0:
+                pipe.unet.conv_out.bias.data.add_(0.5)  # does not increment the version counter
+            return {}
+
+        for target in (pipe, stock):
+            target(**recipes()[NAME].call(), callback_on_step_end=change)
+        after = generate(pipe)
+        assert difference(after, before) > 1e-2
+        assert difference(after, generate(stock)) < TOLERANCE
+
+    run_forked("mps", use, timeout_s=300)
+
+
+def test_weights_on_disk_remain_while_another_pipeline_uses_them() -> None:
+    def use(accelerator: VirtualAccelerator) -> None:
+        silence_output()
+        pipe = place(make(), "mps", dtype="float32", memory="phase")
+        before = generate(pipe)
+        other = anyaccel.DiffusionPipeline.from_pipe(pipe)
+        del pipe
+        gc.collect()
+        assert difference(generate(other), before) < TOLERANCE
+
+    run_forked("mps", use, timeout_s=300)
+
+
 def test_weights_on_disk_work_in_inference_mode() -> None:
     def use(accelerator: VirtualAccelerator) -> None:
         silence_output()

@@ -135,7 +135,7 @@ def move_to_cpu(pipe: Any) -> None:
 
 def _offload_to_disk(pipe: Any, device: torch.device, *, by_layer: bool) -> None:
     """Write all weights to disk and release them; each model or layer loads its weights when it runs."""
-    offloader = _PhaseOffloader(pipe, device, read_facts(pipe).denoisers)
+    offloader = _PhaseOffloader(device, read_facts(pipe).denoisers)
     vars(pipe)[_OFFLOADER] = offloader
     models = {
         name: component for name, component in find_components(pipe).items() if isinstance(component, torch.nn.Module)
@@ -144,6 +144,7 @@ def _offload_to_disk(pipe: Any, device: torch.device, *, by_layer: bool) -> None
         if by_layer:
             # Without offload_buffers: pipelines read some buffers, such as the statistics of an autoencoder.
             disk_offload(model, str(offloader.folder / name), execution_device=device)
+            vars(model)[_OFFLOADER] = offloader  # keeps the files
         else:
             add_hook_to_module(model, _LoadFromDiskHook(offloader, name))
 
@@ -154,11 +155,12 @@ class _PhaseOffloader:
     There are two phases: one for the denoisers and one for all other models.
     """
 
-    def __init__(self, pipe: Any, device: torch.device, denoisers: Collection[str]) -> None:
+    def __init__(self, device: torch.device, denoisers: Collection[str]) -> None:
         self.device, self.denoisers = device, denoisers
         self.folder, lock = make_weights_folder()
         self.loaded: dict[str, _DiskWeights] = {}
-        self.remove_files = weakref.finalize(pipe, remove_weights_folder, self.folder, lock)
+        # This object, and not the pipeline: other pipelines may share the models, whose hooks hold it.
+        self.remove_files = weakref.finalize(self, remove_weights_folder, self.folder, lock)
 
     def load(self, name: str, weights: _DiskWeights) -> None:
         """Load a model's weights from disk, after releasing the models of the other phase."""
@@ -220,6 +222,8 @@ class _DiskWeights:
         self.owners = _find_owners(model)
         self.read_weights: dict[str, tuple[torch.nn.Parameter, int]] = {}
         """The parameters as they were read, each with its version counter."""
+        self.checksums: list[float] = []
+        """Checksums of the parameters as they were read."""
 
     def write(self) -> None:
         """Write the current weights to the file."""
@@ -233,9 +237,9 @@ class _DiskWeights:
         """
         # Inference tensors have no version counter: https://github.com/pytorch/pytorch/pull/54403
         with torch.inference_mode(False), torch.no_grad():
-            if any(self._was_changed(key) for key in self.read_weights):
+            if any(self._was_changed(key) for key in self.read_weights) or self._compute_checksums() != self.checksums:
                 self.write()
-            self.read_weights = {}
+            self.read_weights, self.checksums = {}, []
             for owners in self.owners.values():
                 before = _get(owners)
                 shape = torch.empty(before.shape, dtype=before.dtype, device="meta")
@@ -250,6 +254,17 @@ class _DiskWeights:
     def _was_changed(self, key: str) -> bool:
         original, version = self.read_weights[key]
         return _get(self.owners[key]) is not original or read_version(original) != version
+
+    def _compute_checksums(self) -> list[float]:
+        """Return sums over each parameter and over its first half.
+
+        Changes through `.data` do not increment the version counter, so the values are compared.
+        """
+        values = [weight.detach().flatten() for weight, _ in self.read_weights.values()]
+        sums = [
+            part.sum(dtype=torch.float32) for value in values for part in (value, value[: (value.numel() + 1) // 2])
+        ]
+        return torch.stack(sums).tolist() if sums else []
 
     def read(self, device: torch.device) -> None:
         """Load the weights from the file onto a device."""
@@ -266,6 +281,7 @@ class _DiskWeights:
                     self.read_weights[key] = loaded, read_version(loaded)
                 else:  # the user replaced the parameter; from now on it moves like an added weight
                     del self.owners[key]
+        self.checksums = self._compute_checksums()
         self._move_others(device)
 
     def _move_others(self, device: torch.device) -> None:
