@@ -62,6 +62,9 @@ def copy_without_weights(model: torch.nn.Module) -> torch.nn.Module:
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         memo[id(tensor)] = torch.nn.Parameter(meta, requires_grad=False) if is_parameter else meta
     for module in model.modules():
+        # A weight that `torch.nn.utils.weight_norm` computes is a plain attribute, and deepcopy rejects it.
+        computed = [value for value in vars(module).values() if isinstance(value, torch.Tensor) and not value.is_leaf]
+        memo |= {id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in computed}
         memo |= {id(vars(module)[name]): OrderedDict() for name in MODULE_HOOKS if name in vars(module)}
         memo |= {id(vars(module)[name]): None for name in _ADDED if vars(module).get(name) is not None}
     copied = copy.deepcopy(model, memo)

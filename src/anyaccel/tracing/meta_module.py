@@ -17,6 +17,8 @@ __all__ = ["MAX_KEPT_OUTPUT_BYTES", "MetaRunner", "first_floating", "map_tensors
 MAX_KEPT_OUTPUT_BYTES = 2**20
 
 _METHODS = ("encode", "decode")
+# Modules of a model that pipelines also call directly: the quantizer of a VQ autoencoder.
+_CALLED_MODULES = ("quantize",)
 # Modules that an autoencoder calls once per tile.
 _TILED_MODULES = ("encoder", "decoder")
 # Methods with which an autoencoder blends two tiles, row by row.
@@ -52,6 +54,10 @@ def to_meta_module(model: torch.nn.Module, name: str, runner: MetaRunner) -> tor
         call = getattr(model, method, None)
         if callable(call):
             vars(model)[method] = _wrap(call, name, method, runner, active_calls)
+    for child in _CALLED_MODULES:
+        submodule = getattr(model, child, None)
+        if isinstance(submodule, torch.nn.Module):
+            set_override(submodule, Slot.RECORDING, functools.partial(_run_model, name, child, runner, active_calls))
     for method in _BLENDS:
         if callable(getattr(model, method, None)):
             vars(model)[method] = _blend_one_row(getattr(model, method))
