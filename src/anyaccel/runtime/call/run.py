@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -12,7 +11,8 @@ from typing import Any
 import torch
 
 from anyaccel.backends.device_type_checks import is_host
-from anyaccel.errors import DoesNotFitError, NotFiniteError, UsageError
+from anyaccel.backends.out_of_memory import is_out_of_memory
+from anyaccel.errors import AnyaccelError, DoesNotFitError, NotFiniteError, UsageError
 from anyaccel.library_logging import FLOAT32_ADVICE, drop_log_records
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.plan import Plan
@@ -37,7 +37,7 @@ from anyaccel.runtime.workarounds.nan_check import (
     find_non_finite,
     warn_safety_checker,
 )
-from anyaccel.runtime.workarounds.noise import NoiseSource, NotPerImageError, use_noise_source
+from anyaccel.runtime.workarounds.noise import NoiseSource, use_noise_source
 from anyaccel.runtime.workarounds.scheduler_tensors_on_cpu import keep_on_cpu
 from anyaccel.runtime.workarounds.side_stream_copy import find_side_stream_copy
 from anyaccel.upstream.diffusers_internals import is_argument_error
@@ -88,7 +88,15 @@ def _run_request(pipe: Any, placement: Placement, call: Call, args: tuple[Any, .
             _set_idle(pipe, placement)
 
     def run(chunk: CallRequest, first: int, chunks: int) -> Any:
-        return _run_seeds(placement, chunk, first, chunks, run_chunk)
+        if len(chunk.seeds) < 2:
+            return run_chunk(chunk, first, chunks)
+
+        def run_singly() -> Any:
+            singles = split_request(request, 1, first)[: chunk.images]
+            count = chunks * len(singles)
+            return join_results([run_chunk(single, first + index, count) for index, single in enumerate(singles)])
+
+        return _run_seeds(placement, lambda: run_chunk(chunk, first, chunks), run_singly)
 
     try:
         results = (
@@ -113,33 +121,29 @@ def _run_request(pipe: Any, placement: Placement, call: Call, args: tuple[Any, .
     return result
 
 
-def _run_seeds(
-    placement: Placement, chunk: CallRequest, first: int, chunks: int, run: Callable[[CallRequest, int, int], Any]
-) -> Any:
-    """Run a chunk; run its images one by one if some of its noise would not belong to one of its seeds."""
-    if len(chunk.seeds) > 1 and not placement.seeds_run_singly:
+def _run_seeds(placement: Placement, run_together: Callable[[], Any], run_singly: Callable[[], Any]) -> Any:
+    """Run images with seeds together, or one by one if some of their noise would not belong to one of the seeds."""
+    if not placement.seeds_run_singly:
         try:
-            return run(chunk, first, chunks)
-        except (NotPerImageError, AttributeError, TypeError, ValueError, UsageError) as error:
-            if not isinstance(error, NotPerImageError) and not _rejects_generators(error):
+            return run_together()
+        except Exception as error:
+            if not _depends_on_batch(error):
                 raise
-        placement.seeds_run_singly = True
-    return _run_singly(chunk, first, chunks, run) if len(chunk.seeds) > 1 else run(chunk, first, chunks)
+    result = run_singly()
+    placement.seeds_run_singly = True
+    return result
 
 
-def _rejects_generators(error: Exception) -> bool:
-    """Return whether a pipeline does not accept a list of generators.
+def _depends_on_batch(error: Exception) -> bool:
+    """Return whether a call for several images with seeds may succeed with one image per call.
 
     Pipelines that sample tokens accept only one generator, such as aMUSEd; pipelines that ignore the number
-    of videos per prompt, such as CogVideoX, reject a list with one generator per video (diffusers 0.42).
+    of videos per prompt, such as CogVideoX, reject a list with one generator per video; and some pipelines
+    do not accept one input image per image (diffusers 0.42). Any other error occurs again with one image.
     """
-    return re.search(r"'list'|not list|list of generators", str(error)) is not None
-
-
-def _run_singly(chunk: CallRequest, first: int, chunks: int, run: Callable[[CallRequest, int, int], Any]) -> Any:
-    singles = split_request(chunk, 1)
-    count = chunks * len(singles)
-    return join_results([run(single, first + index, count) for index, single in enumerate(singles)])
+    if isinstance(error, AnyaccelError):  # for example an invalid argument
+        return "list of generators" in str(error)
+    return not is_out_of_memory(error)
 
 
 def _set_idle(pipe: Any, placement: Placement) -> None:
