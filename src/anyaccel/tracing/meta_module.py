@@ -54,22 +54,24 @@ def to_meta_module(model: torch.nn.Module, name: str, runner: MetaRunner) -> tor
         call = getattr(model, method, None)
         if callable(call):
             vars(model)[method] = _wrap(call, name, method, runner, active_calls)
-    for child in _CALLED_MODULES:
-        submodule = getattr(model, child, None)
-        if isinstance(submodule, torch.nn.Module):
-            set_override(submodule, Slot.RECORDING, functools.partial(_run_model, name, child, runner, active_calls))
+    for child, submodule in _find_children(model, _CALLED_MODULES).items():
+        set_override(submodule, Slot.RECORDING, functools.partial(_run_model, name, child, runner, active_calls))
     for method in _BLENDS:
         if callable(getattr(model, method, None)):
             vars(model)[method] = _blend_one_row(getattr(model, method))
-    for child in _TILED_MODULES:
-        submodule = getattr(model, child, None)
-        if isinstance(submodule, torch.nn.Module):
-            set_override(submodule, Slot.RECORDING, functools.partial(runner.run_submodule, f"{name}.{child}"))
+    for child, submodule in _find_children(model, _TILED_MODULES).items():
+        set_override(submodule, Slot.RECORDING, functools.partial(runner.run_submodule, f"{name}.{child}"))
     # Only one block of each kind is traced; the others reuse its result.
     for key, blocks in _find_repeated(model).items():
         for block in blocks:
             set_override(block, Slot.RECORDING, functools.partial(runner.run_submodule, f"{name}.{key}"))
     return model
+
+
+def _find_children(model: torch.nn.Module, names: tuple[str, ...]) -> dict[str, torch.nn.Module]:
+    """Return the children of a model that have one of the given names."""
+    children = {name: getattr(model, name, None) for name in names}
+    return {name: child for name, child in children.items() if isinstance(child, torch.nn.Module)}
 
 
 def _find_repeated(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:

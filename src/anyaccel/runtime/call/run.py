@@ -22,7 +22,7 @@ from anyaccel.runtime.call.validation import validate_call
 from anyaccel.runtime.call_request import CallRequest, read_call_request
 from anyaccel.runtime.distributed.parallel import run_split, share_noise
 from anyaccel.runtime.introspection import find_components
-from anyaccel.runtime.placement.oom_retry import run_within_memory, weights_on_cpu
+from anyaccel.runtime.placement.oom_retry import Run, run_within_memory, weights_on_cpu
 from anyaccel.runtime.placement.place import place_in_smaller_dtype, place_new_models, restore_float32_modules
 from anyaccel.runtime.placement_state import Placement, find_placement
 from anyaccel.runtime.speed.apply_speedups import apply_speedups
@@ -87,17 +87,7 @@ def _run_request(pipe: Any, placement: Placement, call: Call, args: tuple[Any, .
         finally:
             _set_idle(pipe, placement)
 
-    def run(chunk: CallRequest, first: int, chunks: int) -> Any:
-        if len(chunk.seeds) < 2:
-            return run_chunk(chunk, first, chunks)
-
-        def run_singly() -> Any:
-            singles = split_request(request, 1, first)[: chunk.images]
-            count = chunks * len(singles)
-            return join_results([run_chunk(single, first + index, count) for index, single in enumerate(singles)])
-
-        return _run_seeds(placement, lambda: run_chunk(chunk, first, chunks), run_singly)
-
+    run = _with_seeds(placement, request, run_chunk)
     try:
         results = (
             [run(request, 0, 1)] if placement.shared else run_within_memory(pipe, placement, request, noise.split, run)
@@ -121,17 +111,28 @@ def _run_request(pipe: Any, placement: Placement, call: Call, args: tuple[Any, .
     return result
 
 
-def _run_seeds(placement: Placement, run_together: Callable[[], Any], run_singly: Callable[[], Any]) -> Any:
-    """Run images with seeds together, or one by one if some of their noise would not belong to one of the seeds."""
-    if not placement.seeds_run_singly:
-        try:
-            return run_together()
-        except Exception as error:
-            if not _depends_on_batch(error):
-                raise
-    result = run_singly()
-    placement.seeds_run_singly = True
-    return result
+def _with_seeds(placement: Placement, request: CallRequest, run_chunk: Run) -> Run:
+    """Return a function that runs images with seeds together if each of them gets only noise of its own seed.
+
+    Otherwise, it runs the images one by one.
+    """
+
+    def run(chunk: CallRequest, first: int, chunks: int) -> Any:
+        if len(chunk.seeds) < 2:
+            return run_chunk(chunk, first, chunks)
+        if not placement.seeds_run_singly:
+            try:
+                return run_chunk(chunk, first, chunks)
+            except Exception as error:
+                if not _depends_on_batch(error):
+                    raise
+        singles = split_request(request, 1, first)[: chunk.images]
+        count = chunks * len(singles)
+        results = [run_chunk(single, first + index, count) for index, single in enumerate(singles)]
+        placement.seeds_run_singly = True
+        return join_results(results)
+
+    return run
 
 
 def _depends_on_batch(error: Exception) -> bool:

@@ -42,7 +42,15 @@ from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_m
 from anyaccel.runtime.workarounds.model_inputs import set_input_adapters
 from anyaccel.tracing.footprint_measurement import set_vae_tiling
 
-__all__ = ["apply_rule", "clear_traceback_frames", "free_memory", "move_weights", "run_within_memory", "weights_on_cpu"]
+__all__ = [
+    "Run",
+    "apply_rule",
+    "clear_traceback_frames",
+    "free_memory",
+    "move_weights",
+    "run_within_memory",
+    "weights_on_cpu",
+]
 
 _LOG = logging.getLogger(__name__)
 
