@@ -211,7 +211,7 @@ def test_split_batch_of_every_recipe(name: str) -> None:
     """A split batch has stock diffusers' images, or raises; skipped if diffusers cannot generate two images."""
     warnings.simplefilter("ignore")
     stock = recipes()[name].make()
-    split = anyaccel.place(copy.deepcopy(stock), "cpu", dtype=torch.float32, images_per_call=1)
+    split = anyaccel.place(recipes()[name].make(), "cpu", dtype=torch.float32, images_per_call=1)
     call, generators = two_images(name, stock), [cpu_generator(5), cpu_generator(5)]
     try:
         expected = flatten(stock(**call, generator=generators[0]))
