@@ -182,8 +182,8 @@ def one_image(name: str) -> dict[str, Any]:
     return call | ({"class_labels": [1]} if "class_labels" in call else {})
 
 
-def two_images(name: str, pipe: Any, *, same: bool = False) -> dict[str, Any]:
-    """Return the arguments of a call for two images, without a generator; `same`: of the same prompt."""
+def two_images(name: str, pipe: Any) -> dict[str, Any]:
+    """Return the arguments of a call for two images of the same prompt, without a generator."""
     call = one_image(name)
     accepted = inspect.signature(type(pipe).__call__).parameters
     count = next((argument for argument in _COUNTS if argument in accepted), None)
@@ -191,8 +191,8 @@ def two_images(name: str, pipe: Any, *, same: bool = False) -> dict[str, Any]:
         return call | {count: 2}
     if isinstance(call.get("prompt"), str):
         texts = {argument: value for argument, value in call.items() if "prompt" in argument and isinstance(value, str)}
-        return call | {argument: [value, value if same else f"{value} two"] for argument, value in texts.items()}
-    return call | ({"class_labels": [1, 1 if same else 2]} if "class_labels" in call else {"batch_size": 2})
+        return call | {argument: [value, value] for argument, value in texts.items()}
+    return call | ({"class_labels": [1, 1]} if "class_labels" in call else {"batch_size": 2})
 
 
 def flatten(value: Any) -> list[torch.Tensor]:
@@ -225,7 +225,8 @@ def test_split_batch_of_every_recipe(name: str) -> None:
         return
     assert [tensor.shape for tensor in actual] == [tensor.shape for tensor in expected]
     # Tiny models with random weights amplify rounding errors; other noise differs by more than 0.1.
-    assert all((one - other).abs().max() < 2e-2 for one, other in zip(actual, expected, strict=True))
+    for one, other in zip(actual, expected, strict=True):
+        assert (one - other).abs().max() < 2e-2 * max(1, other.abs().max())
     assert torch.equal(generators[0].get_state(), generators[1].get_state())
 
 
@@ -236,10 +237,10 @@ def test_seeds_of_every_recipe_do_not_depend_on_the_batch(name: str) -> None:
     warnings.simplefilter("ignore")
     pipe = anyaccel.place(recipes()[name].make(), "cpu", dtype=torch.float32)
     try:
-        together = pipe(**two_images(name, pipe, same=True), seed=[4, 9])
+        together = pipe(**two_images(name, pipe), seed=[4, 9])
     except (UsageError, *_UNSUPPORTED) as error:
         pytest.skip(f"the pipeline cannot generate two images: {error}")
     single = [flatten(pipe(**one_image(name), seed=seed)[0]) for seed in (4, 9)]
     expected = torch.cat([tensor.flatten() for tensors in single for tensor in tensors])
     actual = torch.cat([tensor.flatten() for tensor in flatten(together[0])])
-    assert (actual - expected).abs().max() < 2e-2
+    assert (actual - expected).abs().max() < 2e-2 * max(1, expected.abs().max())

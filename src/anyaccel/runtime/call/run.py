@@ -16,7 +16,7 @@ from anyaccel.errors import AnyaccelError, DoesNotFitError, NotFiniteError, Usag
 from anyaccel.library_logging import FLOAT32_ADVICE, drop_log_records
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.plan import Plan
-from anyaccel.runtime.batch_split import SharedProgress, join_results, split_request
+from anyaccel.runtime.batch_split import INPUT_IMAGES, SharedProgress, join_results, split_request
 from anyaccel.runtime.call.request_noise import RequestNoise, StartNoise
 from anyaccel.runtime.call.validation import validate_call
 from anyaccel.runtime.call_request import CallRequest, read_call_request
@@ -124,7 +124,9 @@ def _with_seeds(placement: Placement, request: CallRequest, run_chunk: Run) -> R
             try:
                 return run_chunk(chunk, first, chunks)
             except Exception as error:
-                if not _depends_on_batch(error):
+                # If an input image was repeated for each image, the pipeline may have rejected the list.
+                repeated = any(chunk.arguments.get(name) is not request.arguments.get(name) for name in INPUT_IMAGES)
+                if (not repeated and not _depends_on_batch(error)) or is_out_of_memory(error):
                     raise
         singles = split_request(request, 1, first)[: chunk.images]
         count = chunks * len(singles)
@@ -139,12 +141,11 @@ def _depends_on_batch(error: Exception) -> bool:
     """Return whether a call for several images with seeds may succeed with one image per call.
 
     Pipelines that sample tokens accept only one generator, such as aMUSEd; pipelines that ignore the number
-    of videos per prompt, such as CogVideoX, reject a list with one generator per video; and some pipelines
-    do not accept one input image per image (diffusers 0.42). Any other error occurs again with one image.
+    of videos per prompt, such as CogVideoX, reject a list with one generator per video (diffusers 0.42).
+    Any other error occurs again with one image.
     """
-    if isinstance(error, AnyaccelError):  # for example an invalid argument
-        return "list of generators" in str(error)
-    return not is_out_of_memory(error)
+    # An error of anyaccel is for example an invalid argument.
+    return not isinstance(error, AnyaccelError) or "list of generators" in str(error)
 
 
 def _set_idle(pipe: Any, placement: Placement) -> None:
