@@ -228,23 +228,24 @@ class _CpuDrawing:
 
     def integers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `torch.randint`, `torch.randint_like` or `torch.randperm` on the CPU, and copy the result."""
-        generator, like = kwargs.get("generator"), func is torch.randint_like
+        generator, like, sized = kwargs.get("generator"), func is torch.randint_like, func is not torch.randperm
         target = torch.device(kwargs.get("device") or (args[0].device if like else torch.get_default_device()))
         device = self._choose_device(generator, target)
         options = {name: value for name, value in kwargs.items() if name not in ("device", "generator", "size")}
         if like:  # torch.randint_like accepts a generator only in recent versions of torch
             shape, bounds = tuple(args[0].shape), args[1:]
             options.setdefault("dtype", args[0].dtype)
-        elif func is torch.randperm:
+        elif not sized:
             shape, bounds = (args[0] if args else options["n"],), args
         else:
             shape = tuple(kwargs["size"] if "size" in kwargs else args[-1])
             bounds = args if "size" in kwargs else args[:-1]
 
         def draw(shape: tuple[int, ...], generator: torch.Generator | None, first_row: int) -> Tensor:
-            if func is torch.randperm:
-                return torch.randperm(*bounds, generator=generator, device=device, **options)
-            return torch.randint(*bounds, size=shape, generator=generator, device=device, **options)
+            make: Any = torch.randint if sized else torch.randperm
+            size = {"size": shape} if sized else {}
+            drawn: Tensor = make(*bounds, generator=generator, device=device, **options, **size)
+            return drawn
 
         drawn = _current_source().draw(func.__name__, draw, shape, generator)
         return self._finish(drawn, drawn.dtype, target, kwargs)
