@@ -141,7 +141,8 @@ def _count_prompts(arguments: dict[str, Any], accepts: set[str]) -> int:
         if isinstance(value, dict) and isinstance(value.get("prompt"), list):
             return len(value["prompt"])
     size = arguments.get("batch_size")
-    if isinstance(size, int) and size > 0:
+    # With an input image, batch_size is not the number of results: Marigold uses it for parts of an ensemble.
+    if isinstance(size, int) and size > 0 and "image" not in accepts:
         return size
     return 1 if "prompt" in accepts else _count_input_images(arguments.get("image"))
 

@@ -79,7 +79,7 @@ def _find_repeated(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
     groups: dict[str, list[torch.nn.Module]] = {}
     for position, module in enumerate(model.modules()):
         if isinstance(module, torch.nn.ModuleList) and len(module) > 2:
-            for block in module:
+            for block in (block for block in module if block is not None):  # Würstchen's lists contain None
                 shapes = hash(tuple((path, tuple(weight.shape)) for path, weight in block.named_parameters()))
                 groups.setdefault(f"{position} {type(block).__name__} {shapes}", []).append(block)
     return {name: blocks for name, blocks in groups.items() if len(blocks) > 2}

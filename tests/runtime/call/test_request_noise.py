@@ -155,9 +155,9 @@ def test_noise_that_cannot_be_attributed_to_an_image_raises() -> None:
 
 
 @NEEDS_RECIPES
-@pytest.mark.parametrize("name", ["amused", "cogview-4-control"])
+@pytest.mark.parametrize("name", ["amused", "cogview-4-control", "deep-floyd-inpaint"])
 def test_seeds_for_pipelines_that_do_not_draw_per_image(name: str) -> None:
-    """One does not accept a list of generators, and one encodes its input image without a generator."""
+    """They reject a list of generators, encode an image without a generator, and reject a list of input images."""
     pipe = anyaccel.place(recipes()[name].make(), "cpu", dtype=torch.float32)
     call = recipes()[name].call() | {"generator": None, "output_type": "np"}
     with warnings.catch_warnings():
@@ -167,6 +167,16 @@ def test_seeds_for_pipelines_that_do_not_draw_per_image(name: str) -> None:
     for images in together:
         for row in range(2):
             assert abs(images[row] - single[row][0]).max() < 1e-4
+
+
+@NEEDS_RECIPES
+def test_seed_of_a_pipeline_whose_batch_size_is_not_the_number_of_images() -> None:
+    pipe = anyaccel.place(recipes()["marigold-depth"].make(), "cpu", dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = pipe(**recipes()["marigold-depth"].call() | {"generator": None, "batch_size": 2, "seed": 7})
+    assert result.seeds == (7,)
+    assert len(result.prediction) == 1
 
 
 # All recipes
