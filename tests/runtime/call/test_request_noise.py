@@ -85,7 +85,7 @@ def call_stock_and_split(name: str, generators: Callable[[], Any], **arguments: 
     """Check that a split batch has the images of stock diffusers and leaves generators in the same state."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        stock = recipes()[name].make()
+        stock: Any = recipes()[name].make()
         split = anyaccel.place(copy.deepcopy(stock), "cpu", dtype=torch.float32, images_per_call=1)
         results, states = [], []
         for pipe in (stock, split):
@@ -220,7 +220,7 @@ def flatten(value: Any) -> list[torch.Tensor]:
 def test_split_batch_of_every_recipe(name: str) -> None:
     """A split batch has stock diffusers' images, or raises; skipped if diffusers cannot generate two images."""
     warnings.simplefilter("ignore")
-    stock = recipes()[name].make()
+    stock: Any = recipes()[name].make()
     split = anyaccel.place(recipes()[name].make(), "cpu", dtype=torch.float32, images_per_call=1)
     call, generators = two_images(name, stock), [cpu_generator(5), cpu_generator(5)]
     try:
