@@ -16,7 +16,7 @@ from PIL.Image import Image
 
 from anyaccel.runtime.call_request import CallRequest
 
-__all__ = ["SharedProgress", "join_results", "split_request"]
+__all__ = ["INPUT_IMAGES", "SharedProgress", "join_results", "split_request"]
 
 # Arguments that apply to the whole call and are never split. Their length can equal the number of prompts by chance,
 # so it does not show whether an argument is per image. Lists of numbers are not split either.
@@ -30,7 +30,7 @@ _PER_CALL_ARGUMENTS = {
 }  # fmt: skip
 # Lists of numbers that do have one element per image.
 _PER_IMAGE_NUMBERS = {"class_labels", "decode_timestep", "decode_noise_scale"}
-_INPUT_IMAGES = ("image", "mask_image")
+INPUT_IMAGES = ("image", "mask_image")
 
 
 def split_request(request: CallRequest, images_per_call: int | None, first: int = 0) -> list[CallRequest]:
@@ -51,7 +51,7 @@ def _repeat_input_images(request: CallRequest) -> CallRequest:
     # differ from those that their seeds give in a call of their own (diffusers 0.42).
     if len(request.seeds) < 2 or "strength" not in request.accepts:
         return request
-    images = {name: request.arguments[name] for name in _INPUT_IMAGES if request.arguments.get(name) is not None}
+    images = {name: request.arguments[name] for name in INPUT_IMAGES if request.arguments.get(name) is not None}
     return request.with_arguments(**{name: _repeat(value, request) for name, value in images.items()})
 
 

@@ -142,11 +142,11 @@ def _count_prompts(arguments: dict[str, Any], accepts: set[str]) -> int:
             return len(value)
         if isinstance(value, dict) and isinstance(value.get("prompt"), list):
             return len(value["prompt"])
-    if "prompt" in accepts:
-        return 1
-    # In pipelines with an input image, such as Marigold, `batch_size` is the number of images per model call.
-    size = None if "image" in accepts else arguments.get("batch_size")
-    return size if isinstance(size, int) and size > 0 else _count_input_images(arguments.get("image"))
+    size = arguments.get("batch_size")
+    # With an input image, batch_size is not the number of results: Marigold uses it for parts of an ensemble.
+    if isinstance(size, int) and size > 0 and "image" not in accepts:
+        return size
+    return 1 if "prompt" in accepts else _count_input_images(arguments.get("image"))
 
 
 def _count_input_images(value: Any) -> int:

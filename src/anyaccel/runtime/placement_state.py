@@ -20,6 +20,7 @@ from anyaccel.planning.run_report import RunReport
 from anyaccel.runtime.batch_split import SharedProgress
 
 if TYPE_CHECKING:
+    from anyaccel.runtime.call.batch_draws import TracedDraws
     from anyaccel.runtime.placement.memory_plan import CallPlan
     from anyaccel.runtime.speed.apply_speedups import SpeedState
 
@@ -86,6 +87,10 @@ class Placement:
     """State of the speed-ups, with the measured times."""
     call_plans: dict[str, CallPlan] = field(default_factory=dict)
     """Memory plan of each call shape, by the text of `shape_of`."""
+    traced_draws: dict[str, TracedDraws] = field(default_factory=dict)
+    """The random numbers that calls draw, for calls that were split."""
+    seeds_run_singly: bool = False
+    """Whether images with seeds run one per call, because the pipeline draws noise that belongs to no single image."""
 
     def __post_init__(self) -> None:
         self.call_plan = self.call_plan or self.plan

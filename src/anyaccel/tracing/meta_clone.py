@@ -7,8 +7,9 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
+from diffusers import DiffusionPipeline
 
-from anyaccel.tracing.pipeline_trace import PipelineTrace
+from anyaccel.tracing.meta_module import MetaRunner, to_meta_module
 from anyaccel.upstream.accelerate_internals import HOOK_ATTRIBUTES
 from anyaccel.upstream.diffusers_internals import HOOK_ATTRIBUTE, PIPELINE_HOOKS
 from anyaccel.upstream.torch_compile_internals import unwrap_compiled
@@ -21,22 +22,35 @@ __all__ = ["clone_pipeline"]
 _ADDED = (*HOOK_ATTRIBUTES, HOOK_ATTRIBUTE, "_anyaccel_overrides", "forward")
 
 
-def clone_pipeline(pipe: Any, kind: Any, traced: PipelineTrace) -> Any:
+def clone_pipeline(pipe: Any, kind: Any, runner: MetaRunner) -> Any:
     """Return a copy of `pipe` as an instance of `kind`, with its models on the `meta` device.
 
-    `traced` records the model calls of the copy. `pipe` is not changed.
+    `runner` runs the model calls of the copy. `pipe` is not changed.
     """
+    return _clone(pipe, kind, runner, {})
+
+
+def _clone(pipe: Any, kind: Any, runner: MetaRunner, copies: dict[int, Any]) -> Any:
     # Without __init__, which would register the components and read their configs again.
     clone: Any = kind.__new__(kind)
     vars(clone).update(vars(pipe))
     for name, component in pipe.components.items():
-        if isinstance(component, torch.nn.Module):
-            vars(clone)[name] = traced.wrap_model(name, copy_without_weights(unwrap_compiled(component)))
-        elif hasattr(component, "set_timesteps"):  # a scheduler: a traced call changes its state
-            vars(clone)[name] = copy.deepcopy(component)
+        if id(component) not in copies:
+            copies[id(component)] = _copy_component(name, component, runner)
+        vars(clone)[name] = copies[id(component)]
+    for name, value in vars(pipe).items():  # combined pipelines call other pipelines with the same components
+        if isinstance(value, DiffusionPipeline):
+            vars(clone)[name] = _clone(value, type(value), runner, copies)
     vars(clone)[PIPELINE_HOOKS] = []
     clone.set_progress_bar_config(disable=True)
     return clone
+
+
+def _copy_component(name: str, component: Any, runner: MetaRunner) -> Any:
+    if isinstance(component, torch.nn.Module):
+        return to_meta_module(copy_without_weights(unwrap_compiled(component)), name, runner)
+    # A traced call changes the state of a scheduler.
+    return copy.deepcopy(component) if hasattr(component, "set_timesteps") else component
 
 
 def copy_without_weights(model: torch.nn.Module) -> torch.nn.Module:
@@ -48,6 +62,9 @@ def copy_without_weights(model: torch.nn.Module) -> torch.nn.Module:
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         memo[id(tensor)] = torch.nn.Parameter(meta, requires_grad=False) if is_parameter else meta
     for module in model.modules():
+        # A weight that `torch.nn.utils.weight_norm` computes is a plain attribute, and deepcopy rejects it.
+        computed = [value for value in vars(module).values() if isinstance(value, torch.Tensor) and not value.is_leaf]
+        memo |= {id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in computed}
         memo |= {id(vars(module)[name]): OrderedDict() for name in MODULE_HOOKS if name in vars(module)}
         memo |= {id(vars(module)[name]): None for name in _ADDED if vars(module).get(name) is not None}
     copied = copy.deepcopy(model, memo)

@@ -17,6 +17,8 @@ __all__ = ["MAX_KEPT_OUTPUT_BYTES", "MetaRunner", "first_floating", "map_tensors
 MAX_KEPT_OUTPUT_BYTES = 2**20
 
 _METHODS = ("encode", "decode")
+# Modules of a model that pipelines also call directly: the quantizer of a VQ autoencoder.
+_CALLED_MODULES = ("quantize",)
 # Modules that an autoencoder calls once per tile.
 _TILED_MODULES = ("encoder", "decoder")
 # Methods with which an autoencoder blends two tiles, row by row.
@@ -52,13 +54,13 @@ def to_meta_module(model: torch.nn.Module, name: str, runner: MetaRunner) -> tor
         call = getattr(model, method, None)
         if callable(call):
             vars(model)[method] = _wrap(call, name, method, runner, active_calls)
+    for child, submodule in _find_children(model, _CALLED_MODULES).items():
+        set_override(submodule, Slot.RECORDING, functools.partial(_run_model, name, child, runner, active_calls))
     for method in _BLENDS:
         if callable(getattr(model, method, None)):
             vars(model)[method] = _blend_one_row(getattr(model, method))
-    for child in _TILED_MODULES:
-        submodule = getattr(model, child, None)
-        if isinstance(submodule, torch.nn.Module):
-            set_override(submodule, Slot.RECORDING, functools.partial(runner.run_submodule, f"{name}.{child}"))
+    for child, submodule in _find_children(model, _TILED_MODULES).items():
+        set_override(submodule, Slot.RECORDING, functools.partial(runner.run_submodule, f"{name}.{child}"))
     # Only one block of each kind is traced; the others reuse its result.
     for key, blocks in _find_repeated(model).items():
         for block in blocks:
@@ -66,12 +68,18 @@ def to_meta_module(model: torch.nn.Module, name: str, runner: MetaRunner) -> tor
     return model
 
 
+def _find_children(model: torch.nn.Module, names: tuple[str, ...]) -> dict[str, torch.nn.Module]:
+    """Return the children of a model that have one of the given names."""
+    children = {name: getattr(model, name, None) for name in names}
+    return {name: child for name, child in children.items() if isinstance(child, torch.nn.Module)}
+
+
 def _find_repeated(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
     """Group a model's blocks that are in the same `ModuleList` and have the same class and weight shapes."""
     groups: dict[str, list[torch.nn.Module]] = {}
     for position, module in enumerate(model.modules()):
         if isinstance(module, torch.nn.ModuleList) and len(module) > 2:
-            for block in module:
+            for block in (block for block in module if block is not None):  # Würstchen's lists contain None
                 shapes = hash(tuple((path, tuple(weight.shape)) for path, weight in block.named_parameters()))
                 groups.setdefault(f"{position} {type(block).__name__} {shapes}", []).append(block)
     return {name: blocks for name, blocks in groups.items() if len(blocks) > 2}

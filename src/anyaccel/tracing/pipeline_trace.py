@@ -60,8 +60,8 @@ class PipelineTrace:
         workspace: Workspace,
         attention: AttentionRule = UNCHANGED_ATTENTION,
         setting: Hashable = None,
-    ) -> None:
-        """Call the pipeline once with `arguments`, and record its model calls.
+    ) -> Any:
+        """Call the pipeline once with `arguments`, record its model calls, and return its result.
 
         `setting` identifies options that affect the models, and is part of the cache key for model calls.
         """
@@ -73,8 +73,9 @@ class PipelineTrace:
         self.model_calls, self.between, self._outputs = [], [], {}
         # fork_rng: tracing must not change the noise of later calls.
         with torch.no_grad(), torch.random.fork_rng(devices=[]), self._tracker.running():
-            pipe(**arguments)
+            result = pipe(**arguments)
         self.between.append(self._tracker.take_peak())
+        return result
 
     def run_model(self, name: str, method: str, call: Any, args: Any, kwargs: Any) -> Any:
         """Run one model call, or reuse the cached result of a call with the same input shapes."""

@@ -23,7 +23,9 @@ from anyaccel.recipes.parts.calls import make_image
 from anyaccel.runtime.workarounds.function_modes import make_model_function_mode, make_pipeline_function_mode
 from anyaccel.runtime.workarounds.noise import (
     BatchSliceNoise,
+    ChunkDraw,
     NoiseSource,
+    NotPerImageError,
     PerImageNoise,
     make_generators,
     use_noise_source,
@@ -149,21 +151,71 @@ def test_generator_of_the_caller_draws_in_the_requested_dtype() -> None:
     }
 
 
-def test_each_image_draws_its_rows_from_its_own_generator() -> None:
-    single = [torch.randn(2, 3, generator=cpu_generator(seed)) for seed in (5, 6, 7)]
-    source = PerImageNoise(make_generators((5, 6, 7)))
-    drawn = source.draw(lambda shape, generator: torch.randn(shape, generator=generator), (6, 3), None)
-    assert torch.equal(drawn, torch.cat(single))
-    drawn = source.draw(lambda shape, generator: torch.randn(shape, generator=generator), (6, 3), cpu_generator(9))
-    assert torch.equal(drawn, torch.randn(6, 3, generator=cpu_generator(9)))
+def draw_normal(shape: tuple[int, ...], generator: torch.Generator | None, first_row: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator)
 
 
-def test_batch_generator_gives_each_image_its_rows() -> None:
-    batch = torch.randn(3, 4, generator=cpu_generator(5))
+def test_noise_of_several_images_must_come_from_their_own_generators() -> None:
+    source = PerImageNoise(make_generators((5, 6)))
+    for generator, seed in zip(source.generators, (5, 6), strict=True):
+        drawn = source.draw("randn", draw_normal, (1, 3), generator)
+        assert torch.equal(drawn, torch.randn(1, 3, generator=cpu_generator(seed)))
+    source.check_finished()
+    with pytest.raises(NotPerImageError, match="no generator"):
+        source.draw("randn", draw_normal, (2, 3), None)
+    source.draw("randn", draw_normal, (1, 3), source.generators[0])
+    with pytest.raises(NotPerImageError, match="for the other images"):
+        source.check_finished()
+
+
+def test_chunk_gets_its_rows_of_the_noise_of_the_batch() -> None:
+    expected = cpu_generator(5)
+    shared, batch = torch.randn(1, 4, generator=expected), torch.randn(3, 4, generator=expected)
     for row in range(3):
-        source = BatchSliceNoise(cpu_generator(5), 3, row)
-        drawn = source.draw(lambda shape, generator: torch.randn(shape, generator=generator), (1, 4), None)
-        assert torch.equal(drawn, batch[row : row + 1])
+        draws = [ChunkDraw("randn", (1, 4), (1, 4)), ChunkDraw("randn", (1, 4), (3, 4), first_row=row)]
+        source, generator = BatchSliceNoise(draws), cpu_generator(5)
+        assert torch.equal(source.draw("randn", draw_normal, (1, 4), generator), shared)
+        with pytest.raises(UsageError, match="drew 1 random tensors instead of 2"):
+            source.check_finished()
+        assert torch.equal(source.draw("randn", draw_normal, (1, 4), generator), batch[row : row + 1])
+        source.check_finished()
+        assert torch.equal(generator.get_state(), expected.get_state())
+        with pytest.raises(UsageError, match="drew randn of shape"):
+            source.draw("randn", draw_normal, (1, 4), generator)
+
+
+def draw_each_way(rows: slice, generator: torch.Generator) -> list[torch.Tensor]:
+    """Draw for some rows of a batch with functions that get the batch size in different ways."""
+    chances = torch.linspace(0.1, 0.9, 12).reshape(3, 4)[rows]
+    size, template = len(chances), torch.zeros(len(chances), 4)
+    return [
+        torch.randint(0, 100, (size, 4), generator=generator),
+        torch.randint(100, size=(size, 4), generator=generator),
+        torch.multinomial(chances, 2, generator=generator),
+        torch.bernoulli(chances, generator=generator),
+        torch.normal(chances, chances, generator=generator),
+        torch.normal(0.0, 1.0, (size, 4), generator=generator),
+        template.clone().exponential_(generator=generator),
+        template.clone().bernoulli_(chances, generator=generator),
+    ]
+
+
+def test_chunk_gets_its_rows_of_every_random_function() -> None:
+    names = ["randint"] * 2 + ["multinomial", "bernoulli"] + ["normal"] * 2 + ["exponential_", "bernoulli_"]
+    plan = make_plan(anyaccel.sheet("cpu"), PipelineFacts(pipeline="Test"), PlacementOptions(), device="cpu")
+    mode = make_pipeline_function_mode(plan, torch.device("cpu"))
+    whole = draw_each_way(slice(0, 3), cpu_generator(5))
+    for rows in (slice(0, 2), slice(2, 3)):
+        size = rows.stop - rows.start
+        shapes = [tuple(tensor.shape[1:]) for tensor in whole]
+        draws = [
+            ChunkDraw(name, (size, *shape), (3, *shape), first_row=rows.start)
+            for name, shape in zip(names, shapes, strict=True)
+        ]
+        with use_noise_source(BatchSliceNoise(draws)), mode:
+            parts = draw_each_way(rows, cpu_generator(5))
+        for name, part, tensor in zip(names, parts, whole, strict=True):
+            assert torch.equal(part, tensor[rows]), name
 
 
 def test_noise_sources_can_be_nested() -> None:
@@ -394,36 +446,3 @@ def test_seed_together_with_generator_raises() -> None:
         generate(TEXT_TO_IMAGE, pipe, 3, seed=[1, 2])
     result = pipe(**prepare(TEXT_TO_IMAGE, pipe, 2, seed=6))
     assert result.seeds == (6, 7)
-
-
-@NEEDS_RECIPES
-@pytest.mark.parametrize("name", [IMAGE_TO_IMAGE, INPAINT])
-@pytest.mark.xfail(
-    strict=True,
-    reason="BatchSliceNoise expects one row per image; diffusers encodes an image that the batch shares once",
-)
-def test_one_generator_for_a_split_batch_that_shares_an_input_image(name: str) -> None:
-    def use(accelerator: VirtualAccelerator) -> float:
-        warnings.simplefilter("ignore")
-        plain = make_pipe(name)
-        placed = anyaccel.place(copy.deepcopy(plain), accelerator.name, dtype=torch.float32)
-        expected = generate(name, plain, 2, generator=cpu_generator(5), strength=0.9)
-        actual = generate(name, placed, 2, generator=cpu_generator(5), strength=0.9)
-        return float((actual - expected).abs().max())
-
-    assert run_forked("mps", use) < 1e-4
-
-
-@NEEDS_RECIPES
-@pytest.mark.xfail(
-    strict=True,
-    raises=AttributeError,
-    reason="seeds become a list of generators, which pipelines that sample tokens do not accept",
-)
-def test_seeds_for_a_batch_of_tokens() -> None:
-    pipe = anyaccel.place(recipes()["amused"].make(), "cpu", dtype=torch.float32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        together = pipe(**prepare("amused", pipe, 2, seed=[4, 9], output_type="np")).images
-        single = pipe(**prepare("amused", pipe, 1, seed=4, prompt="image 0", output_type="np")).images
-    assert abs(together[0] - single[0]).max() < 1e-4

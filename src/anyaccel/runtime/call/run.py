@@ -12,17 +12,19 @@ from typing import Any
 import torch
 
 from anyaccel.backends.device_type_checks import is_host
-from anyaccel.errors import DoesNotFitError, NotFiniteError, UsageError
+from anyaccel.backends.out_of_memory import is_out_of_memory
+from anyaccel.errors import AnyaccelError, DoesNotFitError, NotFiniteError, UsageError
 from anyaccel.library_logging import FLOAT32_ADVICE, drop_log_records
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.plan import Plan
-from anyaccel.runtime.batch_split import SharedProgress, join_results
+from anyaccel.runtime.batch_split import INPUT_IMAGES, SharedProgress, join_results, split_request
+from anyaccel.runtime.call.request_noise import RequestNoise, StartNoise
 from anyaccel.runtime.call.validation import validate_call, warn_unused_arguments
 from anyaccel.runtime.call_request import CallRequest, read_call_request
 from anyaccel.runtime.distributed.parallel import run_split, share_noise
 from anyaccel.runtime.introspection import find_components
 from anyaccel.runtime.placement.inherit import follow_models
-from anyaccel.runtime.placement.oom_retry import run_within_memory, weights_on_cpu
+from anyaccel.runtime.placement.oom_retry import Run, run_within_memory, weights_on_cpu
 from anyaccel.runtime.placement.place import place_in_smaller_dtype, place_new_models, restore_float32_modules
 from anyaccel.runtime.placement_state import Placement, find_placement
 from anyaccel.runtime.speed.apply_speedups import apply_speedups
@@ -37,13 +39,7 @@ from anyaccel.runtime.workarounds.nan_check import (
     find_non_finite,
     warn_safety_checker,
 )
-from anyaccel.runtime.workarounds.noise import (
-    BatchSliceNoise,
-    NoiseSource,
-    PerImageNoise,
-    make_generators,
-    use_noise_source,
-)
+from anyaccel.runtime.workarounds.noise import NoiseSource, use_noise_source
 from anyaccel.runtime.workarounds.scheduler_tensors_on_cpu import keep_on_cpu
 from anyaccel.runtime.workarounds.side_stream_copy import find_side_stream_copy
 from anyaccel.upstream.diffusers_internals import is_argument_error
@@ -93,9 +89,9 @@ def _run_request(pipe: Any, placement: Placement, call: Call, args: tuple[Any, .
     if split is not None:
         # Before the generator states are stored: all ranks must replay from the states of rank 0.
         request = share_noise(request)
-    noise = _RequestNoise(request)
+    noise = RequestNoise(pipe, request, placement.traced_draws)
 
-    def run(chunk: CallRequest, first: int, chunks: int) -> Any:
+    def run_chunk(chunk: CallRequest, first: int, chunks: int) -> Any:
         # A retry after an out-of-memory error may have another number of chunks, so it starts a new bar.
         if chunks > 1 and (placement.progress is None or placement.progress.calls != chunks):
             placement.progress = SharedProgress(chunks)
@@ -109,8 +105,11 @@ def _run_request(pipe: Any, placement: Placement, call: Call, args: tuple[Any, .
         finally:
             _set_idle(pipe, placement)
 
+    run = _with_seeds(placement, request, run_chunk)
     try:
-        results = [run(request, 0, 1)] if placement.shared else run_within_memory(pipe, placement, request, run)
+        results = (
+            [run(request, 0, 1)] if placement.shared else run_within_memory(pipe, placement, request, noise.split, run)
+        )
     except DoesNotFitError as error:
         if placement.shared or split is not None or not place_in_smaller_dtype(pipe, placement, error):
             raise
@@ -130,6 +129,43 @@ def _run_request(pipe: Any, placement: Placement, call: Call, args: tuple[Any, .
     return result
 
 
+def _with_seeds(placement: Placement, request: CallRequest, run_chunk: Run) -> Run:
+    """Return a function that runs images with seeds together if each of them gets only noise of its own seed.
+
+    Otherwise, it runs the images one by one.
+    """
+
+    def run(chunk: CallRequest, first: int, chunks: int) -> Any:
+        if len(chunk.seeds) < 2:
+            return run_chunk(chunk, first, chunks)
+        if not placement.seeds_run_singly:
+            try:
+                return run_chunk(chunk, first, chunks)
+            except Exception as error:
+                # If an input image was repeated for each image, the pipeline may have rejected the list.
+                repeated = any(chunk.arguments.get(name) is not request.arguments.get(name) for name in INPUT_IMAGES)
+                if (not repeated and not _depends_on_batch(error)) or is_out_of_memory(error):
+                    raise
+        singles = split_request(request, 1, first)[: chunk.images]
+        count = chunks * len(singles)
+        results = [run_chunk(single, first + index, count) for index, single in enumerate(singles)]
+        placement.seeds_run_singly = True
+        return join_results(results)
+
+    return run
+
+
+def _depends_on_batch(error: Exception) -> bool:
+    """Return whether a call for several images with seeds may succeed with one image per call.
+
+    Pipelines that sample tokens accept only one generator, such as aMUSEd; pipelines that ignore the number
+    of videos per prompt, such as CogVideoX, reject a list with one generator per video (diffusers 0.42).
+    Any other error occurs again with one image.
+    """
+    # An error of anyaccel is for example an invalid argument.
+    return not isinstance(error, AnyaccelError) or "list of generators" in str(error)
+
+
 def _set_idle(pipe: Any, placement: Placement) -> None:
     """Record that no call is running, even if a callback placed the pipeline again during the call."""
     current = find_placement(pipe)  # another object if a callback placed the pipeline again
@@ -145,63 +181,6 @@ def _attach_plan(result: Any, placement: Placement, request: CallRequest) -> Non
         vars(result)["plan"], vars(result)["seeds"] = plan, request.seeds
 
 
-class _RequestNoise:
-    """Noise sources for one request, and the states of its generators when the request started.
-
-    If the request is split into several pipeline calls, each call, and each rerun of a call, draws the
-    same noise that the unsplit call would draw.
-    """
-
-    def __init__(self, request: CallRequest) -> None:
-        self.request = request
-        generator = request.arguments.get("generator")
-        self.shared = torch.default_generator if generator is None else generator
-        self.has_one_generator = isinstance(self.shared, torch.Generator) and not request.seeds
-        self.start = self.shared.get_state() if self.has_one_generator else None
-        self.states = [] if self.has_one_generator or request.seeds else _read_states(generator)
-
-    def rewind(self) -> None:
-        """Reset all generators to their states at the start of the request."""
-        if self.start is not None:
-            self.shared.set_state(self.start)
-        for generator, state in self.states:
-            generator.set_state(state)
-
-    def make_start(self, first: int, images: int) -> Callable[[CallRequest], tuple[CallRequest, NoiseSource]]:
-        """Return a function that resets the generators and returns part of a request with its noise source.
-
-        The part consists of `images` images of the request, starting at image `first`.
-        """
-
-        def start_noise(chunk: CallRequest) -> tuple[CallRequest, NoiseSource]:
-            if chunk.seeds:
-                generators = make_generators(chunk.seeds)
-                if "generator" in chunk.accepts:
-                    chunk = chunk.with_arguments(generator=generators if len(generators) > 1 else generators[0])
-                return chunk, PerImageNoise(generators)
-            if self.has_one_generator:
-                assert self.start is not None
-                self.shared.set_state(self.start)
-                if images < self.request.images:
-                    # One generator draws for the whole batch, so the chunk takes its rows of the batch's noise.
-                    return chunk, BatchSliceNoise(self.shared, self.request.images, first, images)
-            return chunk, NoiseSource()
-
-        not_per_image = len(self.states) != self.request.images
-        states = self.states if not_per_image else self.states[first : first + images]
-
-        def start_chunk(chunk: CallRequest) -> tuple[CallRequest, NoiseSource]:
-            for generator, state in states:
-                generator.set_state(state)
-            return start_noise(chunk)
-
-        return start_chunk
-
-
-def _read_states(generators: Any) -> list[tuple[torch.Generator, torch.Tensor]]:
-    return [(generator, generator.get_state()) for generator in generators] if isinstance(generators, list) else []
-
-
 def _needs_no_function_mode(placement: Placement, plan: Plan, source: NoiseSource) -> bool:
     """Return whether a call can run without a torch function mode, which slows down every torch call.
 
@@ -213,7 +192,7 @@ def _needs_no_function_mode(placement: Placement, plan: Plan, source: NoiseSourc
 class _ChunkRun:
     """One pipeline call, rerun with the failing model in float32 if its outputs contain NaN or Inf."""
 
-    def __init__(self, pipe: Any, placement: Placement, call: Call, chunk: CallRequest, start: Any) -> None:
+    def __init__(self, pipe: Any, placement: Placement, call: Call, chunk: CallRequest, start: StartNoise) -> None:
         self.pipe, self.placement, self.call, self.chunk, self.start = pipe, placement, call, chunk, start
         self.components = find_components(pipe)
         self.side_stream_copy = find_side_stream_copy(placement)
@@ -245,7 +224,9 @@ class _ChunkRun:
             self._apply_plan(source),
         ):
             try:
-                return chunk.call(self.call, self.pipe), outputs
+                result = chunk.call(self.call, self.pipe)
+                source.check_finished()
+                return result, outputs
             except ValueError as error:
                 if is_argument_error(error):
                     hint = "correct the argument and call the pipeline again"

@@ -18,7 +18,6 @@ from anyaccel.planning.decision import Decision
 from anyaccel.planning.memory import MemoryRule, Residence
 from anyaccel.planning.workarounds import choose_workarounds
 from anyaccel.processes.gc_control import release_unreachable
-from anyaccel.runtime.batch_split import split_request
 from anyaccel.runtime.call_request import CallRequest, shape_of
 from anyaccel.runtime.introspection import find_components, find_models, read_facts
 from anyaccel.runtime.placement.memory_plan import (
@@ -43,15 +42,25 @@ from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_m
 from anyaccel.runtime.workarounds.model_inputs import set_input_adapters
 from anyaccel.tracing.footprint_measurement import set_vae_tiling
 
-__all__ = ["apply_rule", "clear_traceback_frames", "free_memory", "move_weights", "run_within_memory", "weights_on_cpu"]
+__all__ = [
+    "Run",
+    "apply_rule",
+    "clear_traceback_frames",
+    "free_memory",
+    "move_weights",
+    "run_within_memory",
+    "weights_on_cpu",
+]
 
 _LOG = logging.getLogger(__name__)
 
 # Runs one chunk of a request. Arguments: the chunk, the index of its first image, the number of chunks.
 Run = Callable[[CallRequest, int, int], Any]
+# Splits a request into chunks. Arguments: the largest number of images per chunk, the index of the first image.
+Split = Callable[[int | None, int], list[CallRequest]]
 
 
-def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, run: Run) -> list[Any]:
+def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, split: Split, run: Run) -> list[Any]:
     """Run a request, split as its memory settings require, and return a list of results.
 
     After an out-of-memory error, try the next memory settings without regenerating finished images.
@@ -74,7 +83,7 @@ def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, run
         )
         try:
             apply_rule(pipe, placement, decision, chosen if attempt == 0 else None)
-            chunks = split_request(request, _images_per_call(placement, rule), first=done)
+            chunks = split(_images_per_call(placement, rule), done)
             for chunk in chunks:
                 results.append(run(chunk, done, len(chunks)))
                 done += chunk.images

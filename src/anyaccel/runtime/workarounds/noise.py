@@ -7,16 +7,31 @@ draws in the dtype that the pipeline requests, as in diffusers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from anyaccel.backends.device_type_checks import is_host, is_on
+from anyaccel.errors import UsageError
 from anyaccel.runtime.workarounds.host_transfer import CopyFunction
+from anyaccel.upstream.torch_random import BY_SHAPE, FROM_VALUES, IN_PLACE, INTEGERS, LIKE
 
-__all__ = ["BatchSliceNoise", "NoiseSource", "PerImageNoise", "make_generators", "make_handlers", "use_noise_source"]
+__all__ = [
+    "SPLIT_HINT",
+    "BatchSliceNoise",
+    "ChunkDraw",
+    "NoiseSource",
+    "NotPerImageError",
+    "PerImageNoise",
+    "make_generators",
+    "make_handlers",
+    "use_noise_source",
+]
+
+SPLIT_HINT = "pass one seed per image (`seed=[1, 2]`), or generate the images in separate calls"
 
 # Why not on the device: Neuron has no generator (https://github.com/huggingface/diffusers/pull/13289), `torch.randn` is
 # "broken on HPU" (https://github.com/huggingface/optimum-habana, scheduling_euler_ancestral_discrete.py), and every
@@ -26,66 +41,114 @@ __all__ = ["BatchSliceNoise", "NoiseSource", "PerImageNoise", "make_generators",
 # (https://github.com/pytorch/pytorch/issues/166853).
 
 Tensor = torch.Tensor
-# Draws a CPU tensor of a shape from a generator.
-Draw = Callable[[tuple[int, ...], torch.Generator | None], Tensor]
-_IN_PLACE = (
-    Tensor.normal_, Tensor.uniform_, Tensor.random_, Tensor.exponential_, Tensor.bernoulli_, Tensor.cauchy_,
-    Tensor.log_normal_, Tensor.geometric_,
-)  # fmt: skip
-_FROM_VALUES = (torch.multinomial, Tensor.multinomial, torch.bernoulli, Tensor.bernoulli, torch.normal, torch.poisson)
-_BY_SHAPE = (torch.randn, torch.rand)
-_LIKE = {torch.randn_like: torch.randn, torch.rand_like: torch.rand}
+# Draws a tensor of a shape from a generator. If the call generates only a part of the batch, the shape is that of the
+# whole batch, and the integer is the index of the part's first row.
+Draw = Callable[[tuple[int, ...], torch.Generator | None, int], Tensor]
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class NotPerImageError(Exception):
+    """A draw for several images with seeds that cannot be attributed to one of the images."""
 
 
 class NoiseSource:
     """A noise source that draws from the pipeline's generator, or from torch's default CPU generator."""
 
-    def draw(self, draw: Draw, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    def draw(self, function: str, draw: Draw, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         """Call `draw` with the shape and the generator, and return the resulting tensor."""
-        return draw(shape, generator)
+        return draw(shape, generator, 0)
 
     def owns(self, generator: torch.Generator) -> bool:
         """Return whether this source created the generator from a seed, rather than the caller passing it."""
         return False
 
+    def check_finished(self) -> None:
+        """Raise if the finished call did not draw all the noise that it should draw."""
+
 
 class PerImageNoise(NoiseSource):
-    """A noise source that draws each image's rows from that image's own generator."""
+    """A noise source that draws each image's noise from that image's own generator."""
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self.generators = list(generators)
+        self.drawn: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in generators]
 
     def owns(self, generator: torch.Generator) -> bool:
         """Return whether a generator belongs to one of the images."""
         return any(generator is own for own in self.generators)
 
-    def draw(self, draw: Draw, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        """Draw from `generator` if it is set; otherwise draw each image's rows from its own generator."""
-        count = len(self.generators)
-        # A tensor that cannot be divided among the images is drawn by the first one's generator.
-        if generator is not None or count == 1 or not shape or shape[0] % count:
-            return draw(shape, generator or self.generators[0])
-        rows = shape[0] // count
-        return torch.cat([draw((rows, *shape[1:]), own) for own in self.generators])
+    def draw(self, function: str, draw: Draw, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        """Draw from the image's generator.
+
+        Raise `NotPerImageError` for a draw without a generator in a call for several images.
+        """
+        if generator is None:
+            if len(self.generators) > 1:
+                raise NotPerImageError(f"{function} of shape {shape} has no generator")
+            generator = self.generators[0]
+        for own, drawn in zip(self.generators, self.drawn, strict=True):
+            if own is generator:
+                drawn.append((function, shape))
+        return draw(shape, generator, 0)
+
+    def check_finished(self) -> None:
+        """Raise `NotPerImageError` if one image drew other noise than the others, for example for all of them."""
+        if any(drawn != self.drawn[0] for drawn in self.drawn):
+            raise NotPerImageError("one image's generator drew for the other images")
+
+
+@dataclass(frozen=True)
+class ChunkDraw:
+    """One draw of a call that generates a part of a batch, and the draw of the whole batch that it is a part of."""
+
+    function: str
+    shape: tuple[int, ...]
+    batch_shape: tuple[int, ...]
+    """Equal to `shape` if all images share the draw, or if each image has its own generator."""
+    first_row: int = 0
+    """Index in the batch's noise of the first row that belongs to this call."""
+    by_first_image: bool = False
+    """Whether the whole batch shares a draw from the generator of its first image."""
+    advances_first_image: bool = False
+    """Whether the generator of the batch's first image draws as well at this point."""
 
 
 class BatchSliceNoise(NoiseSource):
     """A noise source that draws for a whole batch and returns only the rows for the images in this call.
 
-    A split batch receives the same noise as an unsplit one.
+    A split batch receives the same noise as an unsplit one. `draws` lists all draws of the call, and
+    `first_generator` is a copy of the generator of the batch's first image, if each image has its own.
     """
 
-    def __init__(self, generator: torch.Generator, batch: int, first: int, images: int = 1) -> None:
-        self.generator, self.batch, self.first, self.images = generator, batch, first, images
+    def __init__(self, draws: Sequence[ChunkDraw], first_generator: torch.Generator | None = None) -> None:
+        self.draws, self.first_generator, self.position = draws, first_generator, 0
 
-    def draw(self, draw: Draw, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    def draw(self, function: str, draw: Draw, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         """Draw noise for the whole batch and return the rows for this call's images."""
-        if not shape or shape[0] % self.images:
-            return draw(shape, generator or self.generator)
-        rows = shape[0] // self.images
-        batch = draw((rows * self.batch, *shape[1:]), generator or self.generator)
-        return batch[self.first * rows : (self.first + self.images) * rows].clone()
+        planned = self.draws[self.position] if self.position < len(self.draws) else None
+        self.position += 1
+        if planned is None or (function, shape) != (planned.function, planned.shape):
+            raise _make_mismatch_error(f"{function} of shape {shape}")
+        if self.first_generator is not None and planned.advances_first_image:
+            draw(shape, self.first_generator, 0)
+        if self.first_generator is not None and planned.by_first_image:
+            generator = self.first_generator
+        drawn = draw(planned.batch_shape, generator, planned.first_row)
+        if planned.batch_shape == shape:
+            return drawn
+        return drawn[planned.first_row : planned.first_row + shape[0]].clone()
+
+    def check_finished(self) -> None:
+        """Raise if the call drew less noise than the whole batch."""
+        if self.position < len(self.draws):
+            raise _make_mismatch_error(f"{self.position} random tensors instead of {len(self.draws)}")
+
+
+def _make_mismatch_error(drawn: str) -> UsageError:
+    return UsageError(
+        f"a batch with one generator cannot be split: the pipeline drew {drawn}, unlike in a trace of the same call",
+        hint=SPLIT_HINT,
+    )
 
 
 _ACTIVE = threading.local()
@@ -117,15 +180,11 @@ def make_handlers(
 ) -> dict[Any, Any]:
     """Return handlers that run torch's random functions on the CPU; `copy` moves results to the device."""
     drawing = _CpuDrawing(device, replacements, copy)
-    handlers: dict[Any, Any] = dict.fromkeys(_BY_SHAPE, drawing.by_shape)
-    handlers |= dict.fromkeys(_LIKE, drawing.like)
-    handlers |= dict.fromkeys(_IN_PLACE, drawing.in_place)
-    handlers |= dict.fromkeys(_FROM_VALUES, drawing.from_values)
-    handlers |= {
-        torch.randint: drawing.integers,
-        torch.randperm: drawing.integers,
-        torch.randint_like: drawing.integers_like,
-    }
+    handlers: dict[Any, Any] = dict.fromkeys(BY_SHAPE, drawing.by_shape)
+    handlers |= dict.fromkeys(LIKE, drawing.like)
+    handlers |= dict.fromkeys(IN_PLACE, drawing.in_place)
+    handlers |= dict.fromkeys(FROM_VALUES, drawing.from_values)
+    handlers |= dict.fromkeys(INTEGERS, drawing.integers)
     return handlers
 
 
@@ -135,94 +194,126 @@ class _CpuDrawing:
     def __init__(self, device: torch.device, replacements: dict[torch.dtype, torch.dtype], copy: CopyFunction) -> None:
         self.device, self.replacements, self.copy = device, replacements, copy
 
-    def _is_device_generator(self, generator: Any, target: torch.device) -> bool:
-        """Return whether the caller passed a generator on the target device; if so, torch draws there itself."""
-        return generator is not None and not is_host(generator.device) and is_on(generator.device, target.type)
+    def _choose_device(self, generator: Any, target: torch.device) -> torch.device:
+        """Return the device to draw on: the CPU, or the target device if the caller passed a generator of it."""
+        on_target = generator is not None and not is_host(generator.device) and is_on(generator.device, target.type)
+        return target if on_target else torch.device("cpu")
 
     def _finish(self, drawn: Tensor, dtype: torch.dtype, target: torch.device, kwargs: dict[str, Any]) -> Tensor:
         dtype = self.replacements.get(dtype, dtype) if target.type == self.device.type else dtype
         result = drawn.to(dtype)
-        result = result if is_host(target) else self.copy(result, target)
+        result = result if is_host(target) or not is_host(result.device) else self.copy(result, target)
         return result.requires_grad_() if kwargs.get("requires_grad") else result
 
     def by_shape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `torch.randn(shape, …)` or `torch.rand(shape, …)` on the CPU and copy the result to the device."""
         target = torch.device(kwargs.get("device") or torch.get_default_device())
         generator = kwargs.get("generator")
-        if "out" in kwargs or self._is_device_generator(generator, target):
+        if "out" in kwargs:
             return func(*args, **kwargs)
         sizes = kwargs.get("size", args[0] if args and isinstance(args[0], Sequence) else args)
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        draw = _make_draw(func, _choose_draw_dtype(dtype, generator))
-        drawn = _current_source().draw(draw, tuple(sizes), generator)
+        draw = _make_draw(func, _choose_draw_dtype(dtype, generator), self._choose_device(generator, target))
+        drawn = _current_source().draw(func.__name__, draw, tuple(sizes), generator)
         return self._finish(drawn, dtype, target, kwargs)
 
     def like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `torch.randn_like` or `torch.rand_like` on the CPU and copy the result to the device."""
         template = args[0] if args else kwargs["input"]
         target, generator = torch.device(kwargs.get("device") or template.device), kwargs.get("generator")
-        if self._is_device_generator(generator, target):
-            return func(*args, **kwargs)
         dtype = kwargs.get("dtype") or template.dtype
-        draw = _make_draw(_LIKE[func], _choose_draw_dtype(dtype, generator))
-        drawn = _current_source().draw(draw, tuple(template.shape), generator)
+        draw = _make_draw(LIKE[func], _choose_draw_dtype(dtype, generator), self._choose_device(generator, target))
+        drawn = _current_source().draw(func.__name__, draw, tuple(template.shape), generator)
         return self._finish(drawn, dtype, target, kwargs)
 
     def integers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `torch.randint` or `torch.randperm` on the CPU and copy the result to the device."""
-        target = torch.device(kwargs.get("device") or torch.get_default_device())
-        generator = kwargs.get("generator")
-        if self._is_device_generator(generator, target):
-            return func(*args, **kwargs)
-        options = {name: value for name, value in kwargs.items() if name not in ("device", "generator")}
+        """Run `torch.randint`, `torch.randint_like` or `torch.randperm` on the CPU, and copy the result."""
+        generator, like, sized = kwargs.get("generator"), func is torch.randint_like, func is not torch.randperm
+        target = torch.device(kwargs.get("device") or (args[0].device if like else torch.get_default_device()))
+        device = self._choose_device(generator, target)
+        options = {name: value for name, value in kwargs.items() if name not in ("device", "generator", "size")}
+        if like:  # torch.randint_like accepts a generator only in recent versions of torch
+            shape, bounds = tuple(args[0].shape), args[1:]
+            options.setdefault("dtype", args[0].dtype)
+        elif not sized:
+            shape, bounds = (args[0] if args else options["n"],), args
+        else:
+            shape = tuple(kwargs["size"] if "size" in kwargs else args[-1])
+            bounds = args if "size" in kwargs else args[:-1]
 
-        def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-            drawn: Tensor = func(*args, generator=generator, device="cpu", **options)
+        def draw(shape: tuple[int, ...], generator: torch.Generator | None, first_row: int) -> Tensor:
+            make: Any = torch.randint if sized else torch.randperm
+            size = {"size": shape} if sized else {}
+            drawn: Tensor = make(*bounds, generator=generator, device=device, **options, **size)
             return drawn
 
-        # An empty shape: integers are not divided among the images.
-        drawn = _current_source().draw(draw, (), generator)
-        return self._finish(drawn, drawn.dtype, target, kwargs)
-
-    def integers_like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `torch.randint_like` on the CPU and copy the result to the device."""
-        target = torch.device(kwargs.get("device") or args[0].device)
-        template = torch.empty(args[0].shape, dtype=args[0].dtype, device="cpu")
-        drawn = func(template, *args[1:], **{name: value for name, value in kwargs.items() if name != "device"})
+        drawn = _current_source().draw(func.__name__, draw, shape, generator)
         return self._finish(drawn, drawn.dtype, target, kwargs)
 
     def in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `tensor.normal_()` and similar methods: draw on the CPU and copy the values into the tensor."""
         target, generator = args[0], kwargs.get("generator")
-        if self._is_device_generator(generator, target.device):
-            return func(*args, **kwargs)
+        device = self._choose_device(generator, target.device)
         options = {name: value for name, value in kwargs.items() if name != "generator"}
         dtype = _choose_draw_dtype(target.dtype, generator)
+        parameters = [value.to(device) if isinstance(value, Tensor) else value for value in args[1:]]
 
-        def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-            template = torch.empty(shape, dtype=dtype, device="cpu")
-            drawn: Tensor = func(template, *args[1:], generator=generator, **options)
+        def draw(shape: tuple[int, ...], generator: torch.Generator | None, first_row: int) -> Tensor:
+            template = torch.empty(shape, dtype=dtype, device=device)
+            values = _repeat_rows(parameters, tuple(target.shape), shape, first_row)
+            drawn: Tensor = func(template, *values, generator=generator, **options)
             return drawn
 
-        return target.copy_(_current_source().draw(draw, tuple(target.shape), generator))
+        return target.copy_(_current_source().draw(func.__name__, draw, tuple(target.shape), generator))
 
     def from_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `torch.multinomial(weights, …)` and similar functions on CPU copies of their tensors."""
         generator = kwargs.get("generator")
-        target = next((value.device for value in args if isinstance(value, Tensor)), self.device)
-        if self._is_device_generator(generator, target):
-            return func(*args, **kwargs)
-        cpu_args = [value.cpu() if isinstance(value, Tensor) else value for value in args]
+        target = next((value.device for value in args if isinstance(value, Tensor)), None)
         options = {name: value for name, value in kwargs.items() if name not in ("generator", "device")}
-        if not any(isinstance(value, Tensor) for value in args):  # `torch.normal(0.0, 1.0, size)`
+        if target is None:  # `torch.normal(0.0, 1.0, size)`
             target = torch.device(kwargs.get("device") or torch.get_default_device())
-            options["device"] = torch.device("cpu")
+            options["device"] = self._choose_device(generator, target)
+        device = self._choose_device(generator, target)
+        values = [value.to(device) if isinstance(value, Tensor) else value for value in args]
+        shape = _find_shape(func, values, options)
 
-        def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-            drawn: Tensor = func(*cpu_args, generator=generator, **options)
+        def draw(drawn_shape: tuple[int, ...], generator: torch.Generator | None, first_row: int) -> Tensor:
+            repeated = _repeat_rows(values, shape, drawn_shape, first_row)
+            drawn: Tensor = func(*repeated, generator=generator, **options)
             return drawn
 
-        return _current_source().draw(draw, (), generator).to(kwargs.get("device") or target)
+        return _current_source().draw(func.__name__, draw, shape, generator).to(kwargs.get("device") or target)
+
+
+def _find_shape(func: Any, values: Sequence[Any], options: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the shape of the result of a function that draws from the values of tensors."""
+    tensors = [tuple(value.shape) for value in values if isinstance(value, Tensor)]
+    if func in (torch.multinomial, Tensor.multinomial):
+        return (*tensors[0][:-1], values[1] if len(values) > 1 else options["num_samples"])
+    if tensors:
+        return tuple(torch.broadcast_shapes(*tensors))
+    return tuple(options["size"] if "size" in options else values[2])
+
+
+def _repeat_rows(
+    values: Sequence[Any], shape: tuple[int, ...], batch_shape: tuple[int, ...], first_row: int
+) -> list[Any]:
+    """Repeat the rows of tensors for the whole batch, with the given rows at `first_row`.
+
+    The other rows of the result are not used, but a draw for the whole batch requires values for them.
+    """
+    if shape == batch_shape:
+        return list(values)
+    rows = (torch.arange(batch_shape[0]) - first_row) % shape[0]
+    return [
+        value[rows.to(value.device)]
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] == shape[0]
+        else batch_shape
+        if isinstance(value, Sequence) and tuple(value) == shape
+        else value
+        for value in values
+    ]
 
 
 def _choose_draw_dtype(dtype: torch.dtype, generator: torch.Generator | None) -> torch.dtype:
@@ -231,9 +322,9 @@ def _choose_draw_dtype(dtype: torch.dtype, generator: torch.Generator | None) ->
     return torch.float32 if dtype in _HALF_DTYPES and not is_callers else dtype
 
 
-def _make_draw(func: Any, dtype: torch.dtype) -> Draw:
-    def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        drawn: Tensor = func(shape, generator=generator, dtype=dtype, device="cpu")
+def _make_draw(func: Any, dtype: torch.dtype, device: torch.device) -> Draw:
+    def draw(shape: tuple[int, ...], generator: torch.Generator | None, first_row: int) -> Tensor:
+        drawn: Tensor = func(shape, generator=generator, dtype=dtype, device=device)
         return drawn
 
     return draw

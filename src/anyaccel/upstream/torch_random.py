@@ -1,0 +1,18 @@
+"""Torch functions that draw random numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["BY_SHAPE", "FROM_VALUES", "INTEGERS", "IN_PLACE", "LIKE", "RANDOM_FUNCTIONS"]
+
+BY_SHAPE = (torch.randn, torch.rand)
+LIKE = {torch.randn_like: torch.randn, torch.rand_like: torch.rand}
+INTEGERS = (torch.randint, torch.randperm, torch.randint_like)
+IN_PLACE = (
+    Tensor.normal_, Tensor.uniform_, Tensor.random_, Tensor.exponential_, Tensor.bernoulli_, Tensor.cauchy_,
+    Tensor.log_normal_, Tensor.geometric_,
+)  # fmt: skip
+FROM_VALUES = (torch.multinomial, Tensor.multinomial, torch.bernoulli, Tensor.bernoulli, torch.normal, torch.poisson)
+RANDOM_FUNCTIONS = frozenset((*BY_SHAPE, *LIKE, *INTEGERS, *IN_PLACE, *FROM_VALUES))
