@@ -16,7 +16,7 @@ from PIL.Image import Image
 
 from anyaccel.runtime.call_request import CallRequest
 
-__all__ = ["INPUT_IMAGES", "SharedProgress", "join_results", "split_request"]
+__all__ = ["INPUT_IMAGES", "SharedProgress", "find_split_obstacle", "join_results", "split_request"]
 
 # Arguments that apply to the whole call and are never split. Their length can equal the number of prompts by chance,
 # so it does not show whether an argument is per image. Lists of numbers are not split either.
@@ -31,6 +31,29 @@ _PER_CALL_ARGUMENTS = {
 # Lists of numbers that do have one element per image.
 _PER_IMAGE_NUMBERS = {"class_labels", "decode_timestep", "decode_noise_scale"}
 INPUT_IMAGES = ("image", "mask_image")
+
+
+# In diffusers 0.42, the images of these pipelines depend on the other images or prompts of the same call.
+_PAD_TO_LONGEST_PROMPT = {"AudioLDM2Pipeline", "LongCatAudioDiTPipeline"}
+_MIX_IMAGES = {"StableDiffusionPanoramaPipeline"}
+_MIX_PROMPTS_AND_IMAGES = {
+    "HunyuanDiTPipeline", "Kandinsky5T2IPipeline", "KandinskyCombinedPipeline", "LTX2Pipeline", "LTXPipeline",
+    "Lumina2Pipeline", "LuminaPipeline",
+}  # fmt: skip
+
+
+def find_split_obstacle(request: CallRequest) -> str:
+    """Return why the images of a call cannot be generated in several calls; empty if they can."""
+    generators = request.arguments.get("generator")
+    if isinstance(generators, list | tuple) and len({id(item) for item in generators}) < len(generators):
+        return "the list of generators contains the same generator twice"
+    if request.pipeline in _MIX_IMAGES:
+        return f"in {request.pipeline}, the images of a call are not independent of one another"
+    if request.prompts > 1 and request.pipeline in _PAD_TO_LONGEST_PROMPT:
+        return f"{request.pipeline} pads prompts to the longest one of the call"
+    if request.prompts > 1 and request.per_prompt > 1 and request.pipeline in _MIX_PROMPTS_AND_IMAGES:
+        return f"{request.pipeline} orders several images of several prompts inconsistently"
+    return ""
 
 
 def split_request(request: CallRequest, images_per_call: int | None, first: int = 0) -> list[CallRequest]:
@@ -96,7 +119,7 @@ def _select_rows(request: CallRequest, rows: range) -> Iterator[CallRequest]:
 
 def _select(name: str, value: Any, request: CallRequest, prompts: list[int], images: list[int]) -> Any:
     """Return an argument's elements for the given prompts or images; return shared arguments unchanged."""
-    if name in _PER_CALL_ARGUMENTS or value is None or isinstance(value, str | dict):
+    if name in _PER_CALL_ARGUMENTS or name in request.per_call or value is None or isinstance(value, str | dict):
         return value
     if isinstance(value, torch.Tensor | numpy.ndarray):
         if value.ndim == 0:
@@ -137,6 +160,8 @@ def _join(values: list[Any]) -> Any:
         return numpy.concatenate(values)
     if isinstance(first, list):
         return [item for value in values for item in value]
+    if isinstance(first, dict):
+        return {name: _join([value[name] for value in values]) for name in first}
     return first
 
 

@@ -23,6 +23,14 @@ _PER_PROMPT = (
 # Arguments with one element per prompt. The first one that is set is counted: prompt_embeds may come with a prompt, and
 # both then have the same length.
 _COUNTED = ("prompt", "prompt_embeds", "class_labels", "image_embeds", "image_embeddings")
+# Pipelines in which a list of images has references for every prompt (diffusers 0.42).
+_REFERENCE_IMAGES = {
+    "Flux2Pipeline", "Flux2KleinPipeline", "Flux2KleinKVPipeline", "QwenImageEditPlusPipeline", "BriaFiboEditPipeline",
+    "OmniGenPipeline",
+}  # fmt: skip
+_IMAGE_LISTS = frozenset(("image", "control_image", "input_images"))
+# Pipelines in which a list of prompts describes the parts of one video (diffusers 0.42).
+_PROMPTS_OF_ONE_VIDEO = {"LTXI2VLongMultiPromptPipeline"}
 # Arguments that are converted from NumPy integers to `int`, because they are counted and compared.
 _INTEGERS = (*SIDES, *_PER_PROMPT, "num_inference_steps", "num_frames", "batch_size")
 
@@ -40,7 +48,11 @@ class CallRequest:
     seeds: tuple[int, ...] = ()
     """One seed per image; empty if the call has none."""
     positional: tuple[str, ...] = ()
-    """Names of the arguments that must be passed by position, because the pipeline's signature has `*args`."""
+    """Names of the arguments that must be passed by position, because the pipeline's signature requires it."""
+    pipeline: str = ""
+    """The name of the pipeline class."""
+    per_call: frozenset[str] = frozenset()
+    """Names of arguments that apply to all images, even if they have as many elements as there are prompts."""
 
     @property
     def images(self) -> int:
@@ -97,14 +109,30 @@ def read_call_request(
     accepts |= _block_inputs(pipe)
     integers = {name: to_integer(arguments.get(name)) for name in _INTEGERS}
     arguments.update({name: value for name, value in integers.items() if value is not None})
-    prompts = _count_prompts(arguments, accepts)
-    request = CallRequest(arguments, prompts, 1, frozenset(accepts), positional=positional)
+    name = type(pipe).__name__
+    prompts = 1 if name in _PROMPTS_OF_ONE_VIDEO else _count_prompts(arguments, accepts)
+    request = CallRequest(
+        arguments,
+        prompts,
+        1,
+        frozenset(accepts),
+        positional=positional,
+        pipeline=name,
+        per_call=_find_per_call_arguments(pipe),
+    )
     request = replace(request, per_prompt=_count_per_prompt(request, signature))
     if seed is None:
         return request
     if arguments.get("generator") is not None:
         raise UsageError("seed and generator cannot be used together", hint="pass either seed or generator")
     return replace(request, seeds=read_seeds(seed, request.images))
+
+
+def _find_per_call_arguments(pipe: Any) -> frozenset[str]:
+    """Return the names of arguments with one image per ControlNet, or with reference images for every prompt."""
+    if type(pipe).__name__ in _REFERENCE_IMAGES or type(getattr(pipe, "controlnet", None)).__name__.startswith("Multi"):
+        return _IMAGE_LISTS
+    return frozenset()
 
 
 def _name_values(pipe: Any, start: int, values: Sequence[Any], keywords: Mapping[str, Any]) -> list[str]:

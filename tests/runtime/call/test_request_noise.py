@@ -254,3 +254,50 @@ def test_seeds_of_every_recipe_do_not_depend_on_the_batch(name: str) -> None:
     expected = torch.cat([tensor.flatten() for tensors in single for tensor in tensors])
     actual = torch.cat([tensor.flatten() for tensor in flatten(together[0])])
     assert (actual - expected).abs().max() < 2e-2 * max(1.0, float(expected.abs().max()))
+
+
+def test_a_batch_with_dependent_images_is_not_split() -> None:
+    """On a device that splits batches, code of the user may combine the images of a batch."""
+
+    class Mixing:
+        def __call__(self, attn: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            output = AttnProcessor2_0()(attn, hidden_states, **kwargs)
+            return output + output.mean(0, keepdim=True)
+
+    class CustomPipeline(diffusers.StableDiffusionPipeline):  # type: ignore[misc]
+        pass
+
+    def use(accelerator: VirtualAccelerator) -> None:
+        warnings.simplefilter("ignore")
+        stock: Any = recipes()["stable-diffusion"].make()
+        custom = CustomPipeline(**stock.components, requires_safety_checker=False)
+        stock.unet.set_attn_processor(Mixing())
+        call = recipes()["stable-diffusion"].call() | {"num_images_per_prompt": 2}
+        for pipe, reason in ((stock, "custom attention processors"), (custom, "not a class of diffusers")):
+            with pytest.raises(UsageError, match=reason):
+                anyaccel.place(pipe, accelerator.name, dtype="float32")(**call)
+        placed = anyaccel.place(custom, accelerator.name, dtype="float32", images_per_call=1)
+        assert len(placed(**call).images) == 2
+
+    run_forked("mps", use, timeout_s=300)
+
+
+def test_the_same_generator_twice_is_not_split() -> None:
+    pipe = anyaccel.place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32", images_per_call=1)
+    generator = torch.Generator().manual_seed(1)
+    with pytest.raises(UsageError, match="the same generator twice"):
+        pipe(**recipes()["stable-diffusion"].call() | {"num_images_per_prompt": 2, "generator": [generator] * 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("audio-ldm-2", {"prompt": ["a dog", "a very long cat"]}),
+        ("lumina-2", {"prompt": ["a", "b"], "num_images_per_prompt": 2}),
+    ],
+)
+def test_images_that_depend_on_the_batch_are_not_split(name: str, arguments: dict[str, Any]) -> None:
+    recipe = recipes()[name]
+    pipe = anyaccel.place(recipe.make(), "cpu", dtype="float32", images_per_call=1)
+    with pytest.raises(UsageError, match="cannot be generated in"):
+        pipe(**recipe.call() | {"generator": None, **arguments})

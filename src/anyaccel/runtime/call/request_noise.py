@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from anyaccel.errors import UsageError
-from anyaccel.runtime.batch_split import split_request
+from anyaccel.runtime.batch_split import find_split_obstacle, split_request
 from anyaccel.runtime.call.batch_draws import (
     CannotSplitError,
     NothingToSplitError,
@@ -17,6 +17,8 @@ from anyaccel.runtime.call.batch_draws import (
     trace_draws,
 )
 from anyaccel.runtime.call_request import CallRequest
+from anyaccel.runtime.introspection import find_models, plain_class
+from anyaccel.runtime.placement_state import find_options
 from anyaccel.runtime.workarounds.noise import (
     SPLIT_HINT,
     BatchSliceNoise,
@@ -24,6 +26,7 @@ from anyaccel.runtime.workarounds.noise import (
     PerImageNoise,
     make_generators,
 )
+from anyaccel.upstream.diffusers_internals import has_custom_processors
 
 __all__ = ["RequestNoise", "StartNoise"]
 
@@ -59,6 +62,12 @@ class RequestNoise:
         Raise `UsageError` if it is not known which part of the batch's noise each call needs.
         """
         chunks = split_request(self.request, images_per_call, first)
+        obstacle = self._find_obstacle() if len(chunks) > 1 else ""
+        if obstacle:
+            raise UsageError(
+                f"{self.request.images} images cannot be generated in {len(chunks)} calls: {obstacle}",
+                hint="call the pipeline once per image, or pass images_per_call to pipe.to() to choose the batch size",
+            )
         if self.request.seeds or (len(chunks) == 1 and chunks[0].images == self.request.images):
             return chunks
         try:
@@ -76,6 +85,19 @@ class RequestNoise:
                 hint=SPLIT_HINT,
             ) from error
         return chunks
+
+    def _find_obstacle(self) -> str:
+        """Return why the images cannot be generated in several calls; empty if they can.
+
+        With the option `images_per_call`, the user has stated that code of theirs does not mix the images.
+        """
+        if find_options(self.pipe).images_per_call is None:
+            kind = plain_class(self.pipe)
+            if kind.__module__.partition(".")[0] != "diffusers":
+                return f"{kind.__name__} is not a class of diffusers, so the images of a call may depend on one another"
+            if any(has_custom_processors(model) for model in find_models(self.pipe).values()):
+                return "custom attention processors may combine the images of a call"
+        return find_split_obstacle(self.request)
 
     def _trace(self, chunks: list[CallRequest]) -> None:
         new = {_size(chunk): chunk for chunk in chunks if _size(chunk) not in self.chunks}
