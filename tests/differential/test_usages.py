@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 
+import tests.differential.usages  # noqa: F401 - registers the usages
 from tests.conftest import NEEDS_RECIPES
-from tests.differential import building, calling, editing  # noqa: F401 - they register the usages
-from tests.differential.session import USAGES, VARIANTS, Observation, find_differences, observe
+from tests.differential.execution import prepare_forks
+from tests.differential.results import run_usage
+from tests.differential.session import USAGES, VARIANTS
 
-pytestmark = [NEEDS_RECIPES, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [NEEDS_RECIPES, pytest.mark.filterwarnings("ignore")]
 
-FAILING = {
-    "custom_timesteps", "invalid_size", "latents_of_wrong_shape", "missing_prompt", "prompt_of_wrong_type",
-    "too_few_generators",
-}  # fmt: skip
-"""Usages that raise in stock diffusers too. Any other usage must produce a result to compare."""
+ON_CPU = [name for name, variant in VARIANTS.items() if variant.stock_device == "cpu"]
 
 
-@functools.cache
-def expect(name: str) -> Observation:
-    """Return what stock diffusers produces."""
-    return observe(USAGES[name], None)
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> None:
+    prepare_forks()
 
 
-@pytest.mark.parametrize("variant", list(VARIANTS))
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ON_CPU)
 @pytest.mark.parametrize("name", list(USAGES))
 def test_a_placed_pipeline_gives_the_result_of_stock_diffusers(name: str, variant: str) -> None:
-    usage = USAGES[name]
-    if variant in usage.skip:
-        pytest.skip(usage.skip[variant])
-    expected, actual = expect(name), observe(usage, VARIANTS[variant])
-    assert bool(expected.error) == (name in FAILING), expected.error
-    if usage.rejected:
-        assert usage.rejected in actual.error
-        return
-    tolerance = max(usage.tolerance, VARIANTS[variant].tolerance)
-    assert find_differences(expected, actual, tolerance) == []
+    (result,) = run_usage(name, [variant])
+    if result.status == "skipped":
+        pytest.skip(result.text)
+    if result.status == "open":
+        pytest.xfail(result.text)
+    assert result.status != "different", result.text

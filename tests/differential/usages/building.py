@@ -59,7 +59,7 @@ def loaded_by_anyaccel(session: Session) -> Any:
     """`DiffusionPipeline.from_pretrained` of anyaccel, and `.to(…)`."""
     with tempfile.TemporaryDirectory() as folder:
         session.make(place=False).save_pretrained(folder)
-        if session.variant is None:
+        if not session.placed:
             pipe: Any = diffusers.DiffusionPipeline.from_pretrained(folder)
         else:
             pipe = anyaccel.DiffusionPipeline.from_pretrained(folder)

@@ -15,7 +15,10 @@ CALL = "ways to call"
 BATCH = "generators and batches"
 
 
-def simple(name: str, document: str, group: str = CALL, recipe: str = "stable-diffusion", **changes: Any) -> None:
+def simple(
+    name: str, document: str, group: str = CALL, recipe: str = "stable-diffusion", fails: bool = False,
+    skip: dict[str, str] | None = None, **changes: Any,
+) -> None:  # fmt: skip
     """Register a usage that calls a recipe with changed arguments."""
 
     def run(session: Session) -> Any:
@@ -23,7 +26,7 @@ def simple(name: str, document: str, group: str = CALL, recipe: str = "stable-di
         return session.run(session.make(recipe), recipe, **arguments)
 
     run.__name__, run.__doc__ = name, document
-    usage(group)(run)
+    usage(group, fails=fails, skip=skip or {})(run)
 
 
 def generator(seed: int = 0) -> Any:
@@ -45,15 +48,20 @@ simple("eta", "`eta`, which PNDM ignores.", eta=0.5)
 simple("output_latents", "`output_type='latent'`.", output_type="latent")
 simple("output_tensor", "`output_type='pt'`.", output_type="pt")
 simple("output_pil", "`output_type='pil'`.", output_type="pil")
-simple("custom_timesteps", "A list of timesteps with a scheduler that does not accept it.", timesteps=[999, 500, 1])
+simple(
+    "custom_timesteps",
+    "A list of timesteps with a scheduler that does not accept it.",
+    fails=True,
+    timesteps=[999, 500, 1],
+)
 simple("numpy_integer_sizes", "Sizes as NumPy integers.", height=numpy.int64(16), width=numpy.int64(16))
 simple("other_size", "A size that is not square.", height=16, width=24)
-simple("invalid_size", "A size that is not a multiple of 8.", height=17, width=16)
+simple("invalid_size", "A size that is not a multiple of 8.", fails=True, height=17, width=16)
 simple("empty_prompt", "An empty prompt.", prompt="")
 simple("long_prompt", "A prompt longer than the tokenizer's limit.", prompt="red fox " * 60)
-simple("prompt_of_wrong_type", "A prompt that is an integer.", prompt=3)
+simple("prompt_of_wrong_type", "A prompt that is an integer.", fails=True, prompt=3)
 simple("unknown_argument", "An argument that the pipeline does not have.", frobnicate=1)
-simple("missing_prompt", "No prompt.", prompt=None)
+simple("missing_prompt", "No prompt.", fails=True, prompt=None)
 simple("return_tuple", "`return_dict=False`.", return_dict=False)
 simple("two_images", "`num_images_per_prompt=2` with one generator.", BATCH, num_images_per_prompt=2)
 simple("three_images_from_a_list", "Three generators.", BATCH, num_images_per_prompt=3, generator=generators(1, 2, 3))
@@ -63,7 +71,7 @@ simple("two_prompts_two_images", "Two prompts with two images each.", BATCH, pro
 simple("two_prompts_two_generators", "Two prompts and two generators.", BATCH, prompt=["fox", "bird"],
        generator=generators(5, 6))  # fmt: skip
 simple("prompts_of_different_length", "Prompts of different lengths.", BATCH, prompt=["a", "a red fox in the snow"])
-simple("too_few_generators", "Two generators for three images.", BATCH, num_images_per_prompt=3,
+simple("too_few_generators", "Two generators for three images.", BATCH, fails=True, num_images_per_prompt=3,
        generator=generators(1, 2))  # fmt: skip
 simple("negative_prompts", "One negative prompt per prompt.", BATCH, prompt=["fox", "bird"],
        negative_prompt=["blurry", "dark"])  # fmt: skip
@@ -149,7 +157,7 @@ def latents_for_two_images(session: Session) -> Any:
     return session.run(pipe, latents=latents.to(pipe.device), num_images_per_prompt=2, **size)
 
 
-@usage(BATCH)
+@usage(BATCH, fails=True)
 def latents_of_wrong_shape(session: Session) -> Any:
     """Latents for one image with two prompts."""
     latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(9))
