@@ -3,13 +3,18 @@
 from tests.differential.usages import (
     adapters,
     building,
+    caching,
     callbacks,
     calls,
     features,
+    models,
     modes,
     patches,
     schedulers,
     weights,
 )
 
-__all__ = ["adapters", "building", "callbacks", "calls", "features", "modes", "patches", "schedulers", "weights"]
+__all__ = [
+    "adapters", "building", "caching", "callbacks", "calls", "features", "models", "modes", "patches", "schedulers",
+    "weights",
+]  # fmt: skip

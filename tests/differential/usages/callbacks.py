@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+import diffusers
 import torch
 
 from tests.differential.session import Session, usage
@@ -128,3 +130,74 @@ def hook_on_first_layer_edits_input_in_place(session: Session) -> Any:
     pipe = session.make()
     pipe.unet.conv_in.register_forward_pre_hook(lambda module, args: (args[0].mul_(0.9),))
     return session.run(pipe)
+
+
+@usage(GROUP)
+def callback_computes_a_gradient(session: Session) -> Any:
+    """A callback that moves the latents along a gradient, as in universal guidance."""
+
+    def callback(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        with torch.enable_grad():
+            latents = values["latents"].detach().requires_grad_()
+            loss = pipe.vae.decode(latents).sample.pow(2).mean()
+            (gradient,) = torch.autograd.grad(loss, latents)
+        return {"latents": (latents - 0.1 * gradient).detach()}
+
+    return session.run(session.make(), callback_on_step_end=callback)
+
+
+@usage(GROUP)
+def callback_decodes_previews(session: Session) -> Any:
+    """A callback that decodes the latents of each step."""
+    previews = []
+
+    def callback(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        with torch.no_grad():
+            previews.append(pipe.vae.decode(values["latents"] / pipe.vae.config.scaling_factor).sample.cpu())
+        return {}
+
+    result = session.run(session.make(), callback_on_step_end=callback)
+    return {"result": result, "previews": torch.stack(previews)}
+
+
+@usage(GROUP)
+def callback_class(session: Session) -> Any:
+    """`SDCFGCutoffCallback` of diffusers."""
+    return session.run(
+        session.make(), num_inference_steps=5,
+        callback_on_step_end=diffusers.callbacks.SDCFGCutoffCallback(cutoff_step_ratio=0.4),
+    )  # fmt: skip
+
+
+@usage(GROUP)
+def callback_keeps_latents(session: Session) -> Any:
+    """A callback that keeps the latents of each step; later steps do not change them."""
+    kept = []
+
+    def callback(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        kept.append(values["latents"])
+        return {}
+
+    session.run(session.make(), callback_on_step_end=callback, num_inference_steps=4)
+    return torch.stack([latents.cpu() for latents in kept])
+
+
+@usage(GROUP)
+def callback_stops_with_an_exception(session: Session) -> Any:
+    """A callback that ends the call with an exception of the user."""
+
+    class StoppedError(Exception):
+        pass
+
+    kept: list[torch.Tensor] = []
+
+    def callback(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        kept.append(values["latents"].cpu())
+        if step == 1:
+            raise StoppedError
+        return {}
+
+    pipe = session.make()
+    with contextlib.suppress(StoppedError):
+        session.run(pipe, callback_on_step_end=callback, num_inference_steps=5)
+    return {"kept": torch.stack(kept), "next": session.run(pipe)}

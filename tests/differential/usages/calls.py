@@ -9,6 +9,7 @@ import diffusers
 import numpy
 import torch
 
+from anyaccel.processes.forked_call import call_in_fork
 from tests.differential.session import Session, as_array, usage
 
 CALL = "ways to call"
@@ -330,3 +331,109 @@ def controlnet_scale(session: Session) -> Any:
         "half": session.run(pipe, "controlnet", controlnet_conditioning_scale=0.5),
         "late": session.run(pipe, "controlnet", control_guidance_start=0.4, control_guidance_end=0.9),
     }
+
+
+simple("clip_skip", "`clip_skip=1`.", clip_skip=1)
+simple("numpy_scalars", "Steps and guidance as NumPy scalars.", num_inference_steps=numpy.int64(3),
+       guidance_scale=numpy.float32(5))  # fmt: skip
+simple("unknown_output_type", "An output type that does not exist.", output_type="gif")
+simple("one_generator_in_a_list", "A list with one generator.", BATCH, generator=generators(3))
+
+
+@usage(BATCH)
+def seeded_globally(session: Session) -> Any:
+    """`torch.manual_seed` before each call without a generator."""
+    pipe = session.make()
+    values = {}
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        values[f"{len(values)}: seed {seed}"] = session.run(pipe, generator=None)
+    return values
+
+
+@usage(CALL)
+def worker_thread(session: Session) -> Any:
+    """A pipeline built in one thread and called in two others, one after the other."""
+    pipe = session.make()
+    results: list[Any] = []
+    for seed in range(2):
+        call = {"generator": torch.Generator().manual_seed(seed)}
+        thread = threading.Thread(target=lambda call=call: results.append(session.run(pipe, **call)))  # type: ignore[misc]
+        thread.start()
+        thread.join()
+    return {str(index): result for index, result in enumerate(results)}
+
+
+@usage(CALL)
+def same_pipeline_in_two_threads(session: Session) -> Any:
+    """Two threads that share a pipeline and a lock."""
+    pipe, lock = session.make(), threading.Lock()
+    results: dict[str, Any] = {}
+
+    def work(seed: int) -> None:
+        for index in range(2):
+            with lock:
+                source = torch.Generator().manual_seed(10 * seed + index)
+                results[f"{seed} {index}"] = session.run(pipe, generator=source)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return dict(sorted(results.items()))
+
+
+NO_FORK = dict.fromkeys(
+    ("mps", "neuron", "cuda", "cuda-compiled", "cuda-captured"), "a process that uses the device cannot be forked"
+)
+
+
+@usage(CALL, skip=NO_FORK)
+def forked_process(session: Session) -> Any:
+    """A call in a forked process after a call in the parent."""
+    pipe = session.make()
+    first = session.run(pipe)
+    return {"parent": first, "child": call_in_fork(lambda: session.run(pipe)), "again": session.run(pipe)}
+
+
+@usage(CALL)
+def output_edited(session: Session) -> Any:
+    """Edits of a returned image do not change the next call."""
+    pipe = session.make()
+    images = session.call(pipe, **session.arguments(output_type="pt")).images
+    first = images.clone()
+    images.zero_()
+    return {"first": first, "second": session.run(pipe)}
+
+
+@usage(CALL)
+def latents_saved_and_decoded(session: Session) -> Any:
+    """`output_type='latent'`, then `vae.decode` and `image_processor.postprocess` by the user."""
+    pipe = session.make()
+    latents = session.call(pipe, **session.arguments(output_type="latent")).images
+    with torch.no_grad():
+        image = pipe.vae.decode(latents / pipe.vae.config.scaling_factor, return_dict=False)[0]
+    return pipe.image_processor.postprocess(image, output_type="np")
+
+
+@usage(CALL)
+def text_encoder_removed(session: Session) -> Any:
+    """`encode_prompt`, then a pipeline without text encoder and tokenizer."""
+    source = session.make()
+    with torch.no_grad():
+        positive, negative = source.encode_prompt("a red fox", source.device, 1, True)
+    source.text_encoder = source.tokenizer = None
+    return session.run(source, prompt=None, prompt_embeds=positive, negative_prompt_embeds=negative)
+
+
+@usage(CALL)
+def embeddings_from_numpy(session: Session) -> Any:
+    """`prompt_embeds` made with `torch.from_numpy`."""
+    pipe = session.make()
+    source = torch.Generator().manual_seed(4)
+    embeddings = torch.randn(2, 7, pipe.text_encoder.config.hidden_size, generator=source)
+    rows = numpy.asarray(embeddings, dtype=numpy.float32)
+    return session.run(
+        pipe, prompt=None, prompt_embeds=torch.from_numpy(rows[:1]), negative_prompt_embeds=torch.from_numpy(rows[1:])
+    )

@@ -99,3 +99,38 @@ under("call_under_default_dtype_float64", "A call with the default dtype float64
 under("call_under_deterministic_algorithms", "A call with `torch.use_deterministic_algorithms(True)`.", deterministic)
 under("call_under_fork_rng", "A call under `torch.random.fork_rng()`.",
       functools.partial(torch.random.fork_rng, devices=[]))  # fmt: skip
+
+
+@contextlib.contextmanager
+def matmul_precision() -> Any:
+    """Allow lower precision of matrix products."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+under("call_under_device_context", "A call inside `with torch.device('cpu')`.", functools.partial(torch.device, "cpu"))
+under("call_under_sdpa_kernel", "A call inside `sdpa_kernel(SDPBackend.MATH)`.",
+      functools.partial(torch.nn.attention.sdpa_kernel, torch.nn.attention.SDPBackend.MATH))  # fmt: skip
+under("call_under_matmul_precision", "A call with `set_float32_matmul_precision('highest')`.", matmul_precision)
+under("call_under_profiler", "A call inside `torch.profiler.profile()`.",
+      functools.partial(torch.profiler.profile, activities=[torch.profiler.ProfilerActivity.CPU]))  # fmt: skip
+
+
+@usage(
+    GROUP,
+    skip={
+        "mps": "autocast is a feature of the real device", "neuron": "autocast is a feature of the real device",
+        "served": "autocast applies to one thread, and a batch runs in the thread of any request",
+    },
+)  # fmt: skip
+def call_under_autocast(session: Session) -> Any:
+    """A call inside `torch.autocast` with bfloat16."""
+    pipe = session.make()
+    first = session.run(pipe)
+    with torch.autocast(session.device, dtype=torch.bfloat16):
+        second = session.run(pipe)
+    return {"before": first, "inside": second, "after": session.run(pipe)}

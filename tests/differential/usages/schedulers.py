@@ -80,3 +80,76 @@ def scheduler_class_patched(session: Session) -> Any:
         return twice(session, edit)
     finally:
         kind.step = original
+
+
+@usage(GROUP)
+def scheduler_of_the_user(session: Session) -> Any:
+    """A scheduler class of the user, derived from `EulerDiscreteScheduler`."""
+
+    class Damped(diffusers.EulerDiscreteScheduler):
+        def step(self, model_output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super().step(model_output * 0.95, *args, **kwargs)
+
+    return twice(session, lambda pipe: setattr(pipe, "scheduler", Damped.from_config(pipe.scheduler.config)))
+
+
+@usage(GROUP)
+def scheduler_shared_by_two_pipelines(session: Session) -> Any:
+    """One scheduler object in two pipelines, called in turn."""
+    first, second = session.make(), session.make()
+    second.scheduler = first.scheduler
+    return {
+        "a": session.run(first, num_inference_steps=3),
+        "b": session.run(second, num_inference_steps=5),
+        "c": session.run(first, num_inference_steps=4),
+        "steps": len(first.scheduler.timesteps),
+    }
+
+
+@usage(GROUP)
+def timesteps_of_the_user(session: Session) -> Any:
+    """`timesteps=` with a scheduler that accepts them."""
+    pipe = session.make()
+    pipe.scheduler = diffusers.DDPMScheduler.from_config(pipe.scheduler.config)
+    result = session.run(pipe, timesteps=[999, 600, 200], num_inference_steps=None)
+    return {"result": result, "timesteps": torch.as_tensor(pipe.scheduler.timesteps).cpu()}
+
+
+@usage(GROUP)
+def sigmas_of_the_user(session: Session) -> Any:
+    """`sigmas=` for a flow-matching scheduler."""
+    return session.run(session.make("flux"), "flux", sigmas=[1.0, 0.6, 0.2], num_inference_steps=3)
+
+
+@usage(GROUP)
+def flow_matching_with_shift(session: Session) -> Any:
+    """`FlowMatchEulerDiscreteScheduler.from_config(…, shift=…)` with dynamic shifting off."""
+    pipe = session.make("stable-diffusion-3")
+    first = session.run(pipe, "stable-diffusion-3")
+    pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config, shift=5.0)
+    return {"before": first, "after": session.run(pipe, "stable-diffusion-3")}
+
+
+@usage(GROUP)
+def zero_terminal_snr(session: Session) -> Any:
+    """`rescale_betas_zero_snr=True` and `timestep_spacing='trailing'` with `guidance_rescale`."""
+
+    def edit(pipe: Any) -> None:
+        pipe.scheduler = diffusers.DDIMScheduler.from_config(
+            pipe.scheduler.config, rescale_betas_zero_snr=True, timestep_spacing="trailing"
+        )
+
+    return twice(session, edit, guidance_rescale=0.7)
+
+
+@usage(GROUP)
+def scheduler_inspected_after_a_call(session: Session) -> Any:
+    """Timesteps, `sigmas` and the step index that a scheduler has after a call."""
+    pipe = session.make()
+    pipe.scheduler = diffusers.EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+    session.run(pipe, num_inference_steps=3)
+    return {
+        "timesteps": torch.as_tensor(pipe.scheduler.timesteps).float().cpu(),
+        "sigmas": torch.as_tensor(pipe.scheduler.sigmas).cpu(),
+        "index": pipe.scheduler.step_index,
+    }
