@@ -63,7 +63,9 @@ def observe_here(usage: Usage, variant: Variant, *, placed: bool) -> Observation
             error = f"{type(raised).__name__}: {raised}"
             error_types = tuple(kind.__name__ for kind in type(raised).__mro__)
     named = values if isinstance(values, dict) else {"result": values}
+    # Dynamo warns about each function at which it starts a graph, and graphs start at other functions with a mode.
     texts = {f"{entry.category.__name__}: {entry.message}" for entry in caught}
+    texts = {text for text in texts if "Dynamo detected" not in text}
     return Observation(
         {key: _freeze(value) for key, value in named.items()},
         tuple(sorted(texts)),

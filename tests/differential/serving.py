@@ -78,7 +78,7 @@ class ServedPipeline:
     def _hold_first_calls(shared: SharedPipeline, barrier: threading.Barrier) -> list[torch.nn.Module]:
         """Make the first denoiser calls of both requests wait for each other; return the denoisers."""
         placement = find_placement(shared.pipe)
-        assert placement is not None
+        denoisers = placement.denoisers if placement is not None else ()
         started: set[int] = set()
         batcher = shared.batcher
 
@@ -96,7 +96,7 @@ class ServedPipeline:
 
             return wait
 
-        forwards = [shared.forwards[name] for name in placement.denoisers if name in shared.forwards]
+        forwards = [shared.forwards[name] for name in denoisers if name in shared.forwards]
         for batched in forwards:
             set_override(batched.module, Slot.RECORDING, make_wait(batched))
         return [batched.module for batched in forwards]

@@ -108,7 +108,8 @@ def textual_inversion(session: Session) -> Any:
     """`load_textual_inversion` with a tensor."""
     pipe = session.make()
     width = pipe.text_encoder.config.hidden_size
-    pipe.load_textual_inversion({"<cat>": torch.full((width,), 0.1)}, token="<cat>")
+    with torch.random.fork_rng(devices=[]):  # new embeddings are drawn on the device, then overwritten
+        pipe.load_textual_inversion({"<cat>": torch.full((width,), 0.1)}, token="<cat>")
     return session.run(pipe, prompt="a <cat>")
 
 

@@ -278,8 +278,6 @@ def saved(name: str, document: str, save: dict[str, Any], load: dict[str, Any]) 
 saved("saved_as_variant", "`save_pretrained(variant='fp16')` and `from_pretrained(variant='fp16')`.",
       {"variant": "fp16"}, {"variant": "fp16"})  # fmt: skip
 saved("saved_in_shards", "`save_pretrained(max_shard_size=…)`.", {"max_shard_size": "200KB"}, {})
-saved("saved_with_pickle", "`save_pretrained(safe_serialization=False)`.", {"safe_serialization": False},
-      {"use_safetensors": False})  # fmt: skip
 saved("loaded_without_meta_tensors", "`from_pretrained(low_cpu_mem_usage=False)`.", {}, {"low_cpu_mem_usage": False})
 
 
@@ -308,9 +306,9 @@ def model_from_single_file(session: Session) -> Any:
     return session.run(source)
 
 
-@usage(BUILD)
+@usage(BUILD, fails=True)
 def dduf_file(session: Session) -> Any:
-    """`from_pretrained(folder, dduf_file=…)`."""
+    """`from_pretrained(folder, dduf_file=…)`, which diffusers no longer supports."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as target:
         session.make(place=False).save_pretrained(folder)
         huggingface_hub.export_folder_as_dduf(f"{target}/tiny.dduf", folder_path=folder)

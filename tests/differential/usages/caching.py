@@ -14,6 +14,9 @@ from tests.differential.session import Session, usage
 GROUP = "caching, offloading and attention"
 
 
+NO_CACHE = {"served": "a cache holds the state of one call, and the server enables none"}
+
+
 def cached(name: str, document: str, recipe: str, make: Callable[[Any], Any], **fields: Any) -> None:
     """Register a usage with `enable_cache` before the first and `disable_cache` before the second call."""
 
@@ -25,7 +28,7 @@ def cached(name: str, document: str, recipe: str, make: Callable[[Any], Any], **
         return {"cached": first, "disabled": session.run(pipe, recipe, num_inference_steps=6)}
 
     run.__name__, run.__doc__ = name, document
-    usage(GROUP, **fields)(run)
+    usage(GROUP, skip=NO_CACHE, **fields)(run)
 
 
 cached("first_block_cache", "`enable_cache(FirstBlockCacheConfig)` and `disable_cache`.", "flux",
@@ -47,7 +50,7 @@ cached("faster_cache", "`enable_cache(FasterCacheConfig)` and `disable_cache`.",
            current_timestep_callback=lambda: pipe.current_timestep))  # fmt: skip
 
 
-@usage(GROUP)
+@usage(GROUP, skip=NO_CACHE)
 def first_block_cache_called_twice(session: Session) -> Any:
     """Two calls with first-block caching: the cache starts empty in each call."""
     pipe = session.make("flux")

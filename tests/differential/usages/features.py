@@ -59,7 +59,8 @@ def freeu(session: Session) -> Any:
 def qkv_projections_fused(session: Session) -> Any:
     """`fuse_qkv_projections` and `unfuse_qkv_projections`."""
     pipe = session.make()
-    pipe.fuse_qkv_projections()
+    with torch.random.fork_rng(devices=[]):  # new layers draw their weights on the device, then copy
+        pipe.fuse_qkv_projections()
     fused = session.run(pipe)
     pipe.unfuse_qkv_projections()
     return {"fused": fused, "unfused": session.run(pipe)}
@@ -111,3 +112,67 @@ def tokenizer_changed(session: Session) -> Any:
     first = session.run(pipe, prompt="red fox")
     pipe.tokenizer.model_max_length = 5
     return {"before": first, "after": session.run(pipe, prompt="red fox")}
+
+
+@usage(GROUP)
+def module_returns_its_own_tensor(session: Session) -> Any:
+    """A replaced layer that returns a tensor it keeps; later layers do not overwrite it."""
+
+    class Remembering(torch.nn.Module):
+        def __init__(self, layer: torch.nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+            self.kept: torch.Tensor | None = None
+
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if self.kept is None:
+                self.kept = self.layer(*args, **kwargs)
+            return self.kept
+
+    def edit(pipe: Any) -> None:
+        block = pipe.unet.down_blocks[0].resnets[0]
+        block.conv1, block.conv2 = Remembering(block.conv1), Remembering(block.conv2)
+
+    return twice(session, edit)
+
+
+@usage(GROUP)
+def text_encoder_config_changed(session: Session) -> Any:
+    """An edit of the text encoder's activation function and config between calls."""
+
+    def edit(pipe: Any) -> None:
+        pipe.text_encoder.config.eos_token_id = 1
+        for module in pipe.text_encoder.modules():
+            if hasattr(module, "activation_fn"):
+                module.activation_fn = torch.nn.functional.relu
+
+    return twice(session, edit)
+
+
+@usage(GROUP)
+def model_called_after_an_edit(session: Session) -> Any:
+    """`weight.data` edits between direct calls of the UNet and the VAE."""
+    pipe = session.make()
+    session.run(pipe)
+    source = torch.Generator().manual_seed(2)
+    latents = torch.randn(1, 4, 8, 8, generator=source).to(pipe.device)
+    states = torch.randn(1, 7, pipe.text_encoder.config.hidden_size, generator=source).to(pipe.device)
+    values = {}
+    for factor in (1.0, 1.5):
+        pipe.unet.conv_in.weight.data = pipe.unet.conv_in.weight.data * factor
+        pipe.vae.decoder.conv_in.weight.data.mul_(factor)
+        with torch.no_grad():
+            values[f"unet {factor}"] = pipe.unet(latents, 10, encoder_hidden_states=states).sample
+            values[f"vae {factor}"] = pipe.vae.decode(latents).sample
+    return values
+
+
+@usage(GROUP)
+def shared_components_edited(session: Session) -> Any:
+    """`weight.data` edits of components that a placed and a plain pipeline share."""
+    pipe = session.make()
+    first = session.run(pipe)
+    pipe.unet.conv_in.weight.data.mul_(1.5)
+    other = diffusers.StableDiffusionPipeline(**pipe.components, requires_safety_checker=False)
+    other.set_progress_bar_config(disable=True)
+    return {"before": first, "other": session.run(other), "after": session.run(pipe)}

@@ -15,6 +15,9 @@ from tests.differential.session import Session, usage
 GROUP = "contexts of torch"
 
 
+ONE_THREAD = {"served": "a mode applies to one thread, and a batch runs in the thread of any request"}
+
+
 class Halving(TorchFunctionMode):
     """Function mode that halves the result of convolutions."""
 
@@ -37,7 +40,7 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@usage(GROUP)
+@usage(GROUP, skip=ONE_THREAD)
 def function_mode_around_one_call(session: Session) -> Any:
     """A `TorchFunctionMode` around the second of three calls."""
     pipe = session.make()
@@ -47,7 +50,7 @@ def function_mode_around_one_call(session: Session) -> Any:
     return {"before": first, "inside": second, "after": session.run(pipe)}
 
 
-@usage(GROUP)
+@usage(GROUP, skip=ONE_THREAD)
 def dispatch_mode_counts_operations(session: Session) -> Any:
     """A `TorchDispatchMode` that counts convolutions."""
     pipe = session.make()

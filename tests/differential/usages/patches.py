@@ -15,6 +15,9 @@ from tests.differential.session import Session, twice, usage
 GROUP = "hooks and patches"
 
 
+ALL_REQUESTS = {"served": "a hook or processor sees the model calls of all requests"}
+
+
 @usage(GROUP)
 def forward_hook(session: Session) -> Any:
     """`register_forward_hook` that changes the output."""
@@ -45,7 +48,7 @@ def hook_removed(session: Session) -> Any:
     return {"hooked": hooked, "removed": session.run(pipe)}
 
 
-@usage(GROUP)
+@usage(GROUP, skip=ALL_REQUESTS)
 def hook_counts_calls(session: Session) -> Any:
     """A hook that only counts calls and records shapes."""
     pipe = session.make()
@@ -55,7 +58,7 @@ def hook_counts_calls(session: Session) -> Any:
     return {"result": result, "shapes": tuple(shapes)}
 
 
-@usage(GROUP)
+@usage(GROUP, skip=ALL_REQUESTS)
 def global_forward_hook(session: Session) -> Any:
     """A hook on all modules of the process."""
     pipe = session.make()
@@ -179,7 +182,8 @@ class Uppercase:
 
     def __call__(self, text: Any, *args: Any, **kwargs: Any) -> Any:
         """Tokenize the reversed text."""
-        return self.tokenizer([line[::-1] for line in text], *args, **kwargs)
+        reversed_text = text[::-1] if isinstance(text, str) else [line[::-1] for line in text]
+        return self.tokenizer(reversed_text, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["tokenizer"], name)
@@ -207,7 +211,7 @@ def forward_replaced_by_a_method(session: Session) -> Any:
     return twice(session, lambda pipe: setattr(pipe.unet, "forward", types.MethodType(forward, pipe.unet)))
 
 
-@usage(GROUP)
+@usage(GROUP, skip=ALL_REQUESTS)
 def attention_maps_recorded(session: Session) -> Any:
     """Attention processors that record attention maps, as in prompt-to-prompt."""
     maps: list[torch.Tensor] = []

@@ -48,7 +48,7 @@ def scheduler_config_changed(session: Session) -> Any:
     return twice(session, edit)
 
 
-@usage(GROUP)
+@usage(GROUP, skip={"served": "each request has a copy of the scheduler; the patch calls the original one"})
 def scheduler_step_patched(session: Session) -> Any:
     """A function assigned to `scheduler.step`."""
 
@@ -93,7 +93,7 @@ def scheduler_of_the_user(session: Session) -> Any:
     return twice(session, lambda pipe: setattr(pipe, "scheduler", Damped.from_config(pipe.scheduler.config)))
 
 
-@usage(GROUP)
+@usage(GROUP, skip={"served": "each request has its own copy of the scheduler"})
 def scheduler_shared_by_two_pipelines(session: Session) -> Any:
     """One scheduler object in two pipelines, called in turn."""
     first, second = session.make(), session.make()
@@ -106,7 +106,7 @@ def scheduler_shared_by_two_pipelines(session: Session) -> Any:
     }
 
 
-@usage(GROUP)
+@usage(GROUP, skip={"served": "each request has its own copy of the scheduler"})
 def timesteps_of_the_user(session: Session) -> Any:
     """`timesteps=` with a scheduler that accepts them."""
     pipe = session.make()
@@ -142,7 +142,7 @@ def zero_terminal_snr(session: Session) -> Any:
     return twice(session, edit, guidance_rescale=0.7)
 
 
-@usage(GROUP)
+@usage(GROUP, skip={"served": "each request has its own copy of the scheduler"})
 def scheduler_inspected_after_a_call(session: Session) -> Any:
     """Timesteps, `sigmas` and the step index that a scheduler has after a call."""
     pipe = session.make()

@@ -174,10 +174,7 @@ def train_step(pipe: Any) -> float:
     return float(loss)
 
 
-NO_AUTOGRAD = {"mps": "training is outside a pipeline call", "neuron": "training is outside a pipeline call"}
-
-
-@usage(GROUP, skip=NO_AUTOGRAD)
+@usage(GROUP)
 def training_step_between_calls(session: Session) -> Any:
     """One optimizer step between two calls."""
     pipe = session.make()
@@ -186,14 +183,14 @@ def training_step_between_calls(session: Session) -> Any:
     return {"before": first, "loss": loss, "after": session.run(pipe)}
 
 
-@usage(GROUP, skip=NO_AUTOGRAD)
+@usage(GROUP)
 def training_step_before_the_first_call(session: Session) -> Any:
     """One optimizer step before the first call."""
     pipe = session.make()
     return {"loss": train_step(pipe), "result": session.run(pipe)}
 
 
-@usage(GROUP, skip=NO_AUTOGRAD)
+@usage(GROUP)
 def training_after_inference_mode(session: Session) -> Any:
     """A call under `torch.inference_mode()`, then a training step."""
     pipe = session.make()
@@ -208,7 +205,13 @@ def requires_grad_disabled(session: Session) -> Any:
     return twice(session, lambda pipe: pipe.unet.requires_grad_(False))
 
 
-@usage(GROUP)
+@usage(
+    GROUP,
+    skip={
+        "mps": "dropout draws on the device", "neuron": "dropout draws on the device",
+        "served": "dropout draws for all requests of a batch",
+    },
+)  # fmt: skip
 def train_mode_with_dropout(session: Session) -> Any:
     """`model.train()` with dropout, seeded globally."""
 
