@@ -64,8 +64,9 @@ def observe_here(usage: Usage, variant: Variant, *, placed: bool) -> Observation
             error_types = tuple(kind.__name__ for kind in type(raised).__mro__)
     named = values if isinstance(values, dict) else {"result": values}
     # Dynamo warns about each function at which it starts a graph, and graphs start at other functions with a mode.
+    # torch warns about dtypes of autocast that a device type does not have.
     texts = {f"{entry.category.__name__}: {entry.message}" for entry in caught}
-    texts = {text for text in texts if "Dynamo detected" not in text}
+    texts = {text for text in texts if "Dynamo detected" not in text and " autocast, but" not in text}
     return Observation(
         {key: _freeze(value) for key, value in named.items()},
         tuple(sorted(texts)),
