@@ -186,7 +186,9 @@ class Uppercase:
         return self.tokenizer(reversed_text, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["tokenizer"], name)
+        if name == "tokenizer":  # not set yet: the wrapper is being copied
+            raise AttributeError(name)
+        return getattr(self.tokenizer, name)
 
 
 patched("prepare_latents_patched", "`pipe.prepare_latents = wrapper` on the pipeline object.",
