@@ -362,6 +362,9 @@ def int8_weights_of_the_user(session: Session) -> Any:
     """A layer of the user that stores its weight in int8."""
 
     class Int8Conv(torch.nn.Module):
+        weight: torch.Tensor
+        scale: torch.Tensor
+
         def __init__(self, layer: torch.nn.Conv2d) -> None:
             super().__init__()
             scale = layer.weight.detach().abs().amax() / 127

@@ -353,7 +353,7 @@ simple("one_generator_in_a_list", "A list with one generator.", BATCH, generator
 def seeded_globally(session: Session) -> Any:
     """`torch.manual_seed` before each call without a generator."""
     pipe = session.make()
-    values = {}
+    values: dict[str, Any] = {}
     for seed in (1, 2, 1):
         torch.manual_seed(seed)
         values[f"{len(values)}: seed {seed}"] = session.run(pipe, generator=None)
