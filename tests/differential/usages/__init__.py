@@ -11,10 +11,11 @@ from tests.differential.usages import (
     modes,
     patches,
     schedulers,
+    threads,
     weights,
 )
 
 __all__ = [
     "adapters", "building", "caching", "callbacks", "calls", "features", "models", "modes", "patches", "schedulers",
-    "weights",
+    "threads", "weights",
 ]  # fmt: skip
