@@ -1,22 +1,19 @@
-"""Runs of a usage with stock diffusers and with a placed pipeline, and their comparison."""
+"""Usages of diffusers pipelines, and the ways to run them."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy
 import torch
 
 import anyaccel
-from anyaccel.emulator.run_forked import run_forked
-from anyaccel.processes.forked_call import call_in_fork
 from anyaccel.recipes import recipes
-from anyaccel.recipes.recipe import _as_array
+from anyaccel.recipes.recipe import _as_array, _move_tensors
+from tests.differential.serving import ServedPipeline, make_companion
 
-__all__ = ["USAGES", "VARIANTS", "Observation", "Session", "Usage", "Variant", "observe", "usage"]
+__all__ = ["USAGES", "VARIANTS", "Session", "Usage", "Variant", "as_array", "twice", "usage"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,38 +21,80 @@ class Variant:
     """A way to place the pipelines of a usage."""
 
     name: str
+    summary: str
+    """Heading of the variant in the documentation."""
     device: str = "cpu"
-    """Device name; any name except `cpu` is a virtual device."""
+    virtual: bool = False
+    """Whether the device is a virtual one. Stock diffusers then runs on the CPU, otherwise on the same device."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options for `anyaccel.place`."""
     tolerance: float = 0.0
-    """Largest allowed difference from stock diffusers; 0 compares bits."""
+    """Largest allowed difference from stock diffusers, relative to the range of its result; 0 compares bits."""
+    served: bool = False
+    """Whether each call is batched with a concurrent call, as in `anyaccel serve`."""
+    earlier_calls: int = 0
+    """Number of calls with other seeds before the first call of each pipeline."""
+    timeout_s: float = 120.0
+
+    @property
+    def stock_device(self) -> str:
+        """Device that stock diffusers runs on."""
+        return "cpu" if self.virtual else self.device
 
 
-VARIANTS = {variant.name: variant for variant in (Variant(name="cpu"),)}
+_COMPILED_S = 400.0
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant(name="cpu", summary="CPU"),
+        Variant(name="split", summary="one image per call", options={"images_per_call": 1}, tolerance=1e-4),
+        # The server allows 1e-4 per model call.
+        Variant(name="served", summary="served", served=True, tolerance=1e-3),
+        Variant(name="mps", summary="virtual MPS", device="mps", virtual=True, tolerance=1e-4),
+        Variant(name="neuron", summary="virtual Neuron", device="neuron", virtual=True, tolerance=1e-4),
+        Variant(name="cuda", summary="CUDA", device="cuda", options={"compile": False}, tolerance=1e-3),
+        Variant(
+            name="cuda-compiled", summary="CUDA, compiled", device="cuda",
+            options={"compile": True, "capture": False}, tolerance=1e-3, timeout_s=_COMPILED_S,
+        ),
+        Variant(
+            # A graph is captured at the third run of a shape.
+            name="cuda-captured", summary="CUDA, captured graphs", device="cuda",
+            options={"compile": True}, tolerance=1e-3, earlier_calls=3, timeout_s=_COMPILED_S,
+        ),
+    )
+}  # fmt: skip
+
+
+READY: dict[str, list[Any]] = {}
+"""Pipelines that were built before this process was forked, by recipe. Building one takes longer than calling it."""
 
 
 class Session:
-    """Creates the pipelines of a usage: stock ones, or placed ones for a variant."""
+    """Creates and calls the pipelines of a usage: stock ones, or placed ones."""
 
-    def __init__(self, variant: Variant | None) -> None:
-        self.variant = variant
-        self.device = "cpu" if variant is None else variant.device
-
-    @property
-    def placed(self) -> bool:
-        """Whether pipelines are placed by anyaccel."""
-        return self.variant is not None
+    def __init__(self, variant: Variant, *, placed: bool) -> None:
+        self.variant, self.placed = variant, placed
+        self.device = variant.device if placed else variant.stock_device
+        self.pipelines: list[Any] = []
+        """Placed pipelines, in the order of their creation."""
+        self.served: dict[int, ServedPipeline] = {}
+        """Served pipelines by the id of the pipeline."""
+        self._called: set[int] = set()
 
     def place(self, pipe: Any, **options: Any) -> Any:
-        """Place a pipeline on the variant's device, or return it unchanged with stock diffusers."""
-        if self.variant is None:
-            return pipe
-        return anyaccel.place(pipe, self.variant.device, dtype="float32", **{**self.variant.options, **options})
+        """Place a pipeline on the variant's device; with stock diffusers, move it there."""
+        if not self.placed:
+            return pipe if self.device == "cpu" else pipe.to(self.device)
+        pipe = anyaccel.place(pipe, self.device, dtype="float32", **{**self.variant.options, **options})
+        self.pipelines.append(pipe)
+        return pipe
 
     def make(self, name: str = "stable-diffusion", *, place: bool = True) -> Any:
         """Return a tiny pipeline, placed unless `place` is false."""
-        pipe: Any = recipes()[name].make()
+        # Tensors created under inference mode differ from those of a pipeline that was built earlier.
+        is_ready = bool(READY.get(name)) and not torch.is_inference_mode_enabled()
+        pipe: Any = READY[name].pop() if is_ready else recipes()[name].make()
         return self.place(pipe) if place else pipe
 
     def arguments(self, name: str = "stable-diffusion", **changes: Any) -> dict[str, Any]:
@@ -65,9 +104,22 @@ class Session:
 
     def run(self, pipe: Any, name: str = "stable-diffusion", **changes: Any) -> Any:
         """Call a pipeline with its recipe's arguments and return the output as an array."""
-        output = pipe(**self.arguments(name, **changes))
+        output = self.call(pipe, **_move_tensors(self.arguments(name, **changes), pipe.device))
         values = output.to_tuple() if hasattr(output, "to_tuple") else output
         return as_array(next(value for value in values if value is not None) if isinstance(values, tuple) else values)
+
+    def call(self, pipe: Any, **arguments: Any) -> Any:
+        """Call a pipeline in the way of the variant, and return its output."""
+        if not self.placed:
+            return pipe(**arguments)
+        if self.variant.served:
+            return self.served.setdefault(id(pipe), ServedPipeline(pipe)).call(arguments)
+        if self.variant.earlier_calls and id(pipe) not in self._called:
+            self._called.add(id(pipe))
+            with torch.random.fork_rng():
+                for _ in range(self.variant.earlier_calls):
+                    pipe(**make_companion(arguments))
+        return pipe(**arguments)
 
 
 def as_array(value: Any) -> Any:
@@ -75,17 +127,12 @@ def as_array(value: Any) -> Any:
     return _as_array(value)
 
 
-@dataclass(frozen=True)
-class Observation:
-    """Everything that a usage produced."""
-
-    values: dict[str, Any]
-    warnings: tuple[str, ...]
-    error: str
-    error_types: tuple[str, ...]
-    """Names of the error's class and its base classes."""
-    rng_state: bytes
-    """State of the global CPU generator afterwards."""
+def twice(session: Session, edit: Callable[[Any], Any], **changes: Any) -> dict[str, Any]:
+    """Call a pipeline, edit it, and call it again."""
+    pipe = session.make()
+    first = session.run(pipe, **changes)
+    edit(pipe)
+    return {"before": first, "after": session.run(pipe, **changes)}
 
 
 Run = Callable[[Session], Any]
@@ -97,97 +144,31 @@ class Usage:
 
     name: str
     group: str
+    summary: str
+    """Description in one line."""
     run: Run
     """Returns a value or a dict of values to compare."""
-    rejected: str = ""
-    """Part of the error message, if a placed pipeline does not support this usage."""
+    rejected: dict[str, str] = field(default_factory=dict)
+    """Part of the error message for each variant that does not support this usage."""
     skip: dict[str, str] = field(default_factory=dict)
     """Variants that do not apply, with the reason."""
     tolerance: float = 0.0
     """Largest allowed difference, if it is larger than that of the variant."""
+    fails: bool = False
+    """Whether stock diffusers raises an error; any other usage must produce a result."""
 
 
 USAGES: dict[str, Usage] = {}
 
 
-def usage(
-    group: str, *, rejected: str = "", skip: dict[str, str] | None = None, tolerance: float = 0.0
-) -> Callable[[Run], Run]:
+def usage(group: str, **fields: Any) -> Callable[[Run], Run]:
     """Register a function as a usage; its docstring describes it."""
 
     def add(run: Run) -> Run:
         name = run.__name__  # type: ignore[attr-defined]
         assert name not in USAGES, name
-        USAGES[name] = Usage(name=name, group=group, run=run, rejected=rejected, skip=skip or {}, tolerance=tolerance)
+        assert run.__doc__, name
+        USAGES[name] = Usage(name=name, group=group, summary=run.__doc__.splitlines()[0], run=run, **fields)
         return run
 
     return add
-
-
-def observe(target: Usage, variant: Variant | None) -> Observation:
-    """Run a usage in a forked process and return what it produced."""
-
-    def run() -> Observation:
-        torch.manual_seed(0)
-        values: Any = {}
-        error = ""
-        error_types: tuple[str, ...] = ()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
-                values = target.run(Session(variant))
-            except Exception as raised:  # noqa: BLE001 - errors are compared too
-                error = f"{type(raised).__name__}: {raised}"
-                error_types = tuple(kind.__name__ for kind in type(raised).__mro__)
-        named = values if isinstance(values, dict) else {"result": values}
-        texts = tuple(sorted({f"{entry.category.__name__}: {entry.message}" for entry in caught}))
-        state = torch.default_generator.get_state().numpy().tobytes()
-        return Observation({key: _freeze(value) for key, value in named.items()}, texts, error, error_types, state)
-
-    if variant is None or variant.device == "cpu":
-        return call_in_fork(run, name=target.name, timeout_s=300)
-    return run_forked(variant.device, lambda _: run(), timeout_s=300)
-
-
-def _freeze(value: Any) -> Any:
-    """Return a value that can be compared and sent to another process."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().numpy()
-    if isinstance(value, torch.Generator):
-        return value.get_state().numpy()
-    if isinstance(value, numpy.ndarray | str | int | float | bool | type(None) | bytes):
-        return value
-    if isinstance(value, list | tuple) and all(isinstance(entry, str | int | float | bool) for entry in value):
-        return tuple(value)
-    return as_array(value)
-
-
-def find_differences(expected: Observation, actual: Observation, tolerance: float) -> list[str]:
-    """Return one line per difference between two observations."""
-    lines = []
-    # A subclass of the same exception may have another message.
-    if expected.error_types[:1] != actual.error_types[:1] and not set(expected.error_types[:1]) & set(
-        actual.error_types
-    ):
-        lines.append(f"error: {expected.error or 'none'} != {actual.error or 'none'}")
-        return lines
-    if expected.values.keys() != actual.values.keys():
-        lines.append(f"values: {sorted(expected.values)} != {sorted(actual.values)}")
-    for name in expected.values.keys() & actual.values.keys():
-        first, second = expected.values[name], actual.values[name]
-        if isinstance(first, numpy.ndarray) and isinstance(second, numpy.ndarray):
-            if first.shape != second.shape:
-                lines.append(f"{name}: shape {first.shape} != {second.shape}")
-                continue
-            difference = float(numpy.abs(first.astype(float) - second.astype(float)).max(initial=0.0))
-            if not difference <= tolerance:
-                lines.append(f"{name}: differs by {difference:.2e}, {tolerance:.0e} allowed")
-        elif first != second:
-            lines.append(f"{name}: {first!r} != {second!r}")
-    if expected.rng_state != actual.rng_state:
-        lines.append("the state of the global generator differs")
-    new = set(actual.warnings) - set(expected.warnings)
-    missing = set(expected.warnings) - set(actual.warnings)
-    lines += [f"additional warning: {text}" for text in sorted(new)]
-    lines += [f"missing warning: {text}" for text in sorted(missing)]
-    return lines

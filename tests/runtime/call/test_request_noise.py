@@ -8,9 +8,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import diffusers
 import numpy
 import pytest
 import torch
+from diffusers.models.attention_processor import AttnProcessor2_0
 from PIL.Image import Image
 
 import anyaccel

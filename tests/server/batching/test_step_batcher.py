@@ -113,6 +113,20 @@ def test_batched_calls_give_the_same_images_as_single_calls(name: str) -> None:
     assert numpy.abs(pixels(pipe(**make_call(name, *requests[0]))) - expected[0]).max() < 1e-5
 
 
+@pytest.mark.parametrize("name", ["wan", "qwen-image"])
+def test_concurrent_calls_do_not_share_the_state_of_a_vae(name: str) -> None:
+    """The VAE of Wan keeps features of earlier frames in attributes, and in lists that its decoder changes."""
+    pipe = place(recipes()[name].make(), "cpu", dtype="float32")
+    expected = [pixels(pipe(**make_call(name, seed, 2))) for seed in range(3)]
+    shared = SharedPipeline(pipe, max_wait_s=60.0)
+    shared.warm_up(make_call(name, 8, 2), make_call(name, 9, 2))
+    begin_together(shared, "transformer", 3)
+    with ThreadPoolExecutor(3) as threads:
+        images = list(threads.map(lambda seed: pixels(shared.run(make_call(name, seed, 2))), range(3)))
+    assert [image.shape for image in images] == [image.shape for image in expected]
+    assert max(numpy.abs(image - wanted).max() for image, wanted in zip(images, expected, strict=True)) < 1e-4
+
+
 def test_a_failing_call_does_not_stop_the_others() -> None:
     name = "stable-diffusion"
     pipe = place(recipes()[name].make(), "cpu", dtype="float32")

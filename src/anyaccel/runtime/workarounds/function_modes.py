@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -42,6 +43,7 @@ __all__ = [
     "PipelineFunctionMode",
     "enter_model_mode",
     "exit_model_mode",
+    "find_unpatched",
     "has_foreign_modes",
     "make_host_transfer",
     "make_model_function_mode",
@@ -76,6 +78,28 @@ _MOVE_FUNCTIONS = (torch.Tensor.to, torch.Tensor.type_as)
 _HANDLES_DEVICES = {*_MOVE_FUNCTIONS, torch.Tensor.cpu, torch.Tensor.__getitem__}
 
 
+# Python functions of torch, by owner and name, as they were when this module was imported.
+_ORIGINALS: dict[Any, dict[str, FunctionType]] = {
+    owner: {name: value for name, value in vars(owner).items() if isinstance(value, FunctionType)}
+    for owner in (torch.nn.functional, torch.Tensor)
+}
+_ORIGINAL_FUNCTIONS = {function for functions in _ORIGINALS.values() for function in functions.values()}
+
+
+def find_unpatched(func: Any) -> Any:
+    """Return the function that a mode must run: torch's own one if a user's patch has replaced it.
+
+    `torch.nn.functional.silu` passes the global name `silu` to the mode. If a user has replaced it by a wrapper that
+    calls the original one, running the wrapper again would apply its change twice.
+    """
+    if isinstance(func, FunctionType) and func not in _ORIGINAL_FUNCTIONS:
+        for owner, functions in _ORIGINALS.items():
+            for name, original in functions.items():
+                if getattr(owner, name) is func:
+                    return original
+    return func
+
+
 class PipelineFunctionMode(TorchFunctionMode):
     """A torch function mode for pipeline code that applies handlers and moves CPU tensors to the device."""
 
@@ -89,6 +113,7 @@ class PipelineFunctionMode(TorchFunctionMode):
     ) -> Any:
         """Run one torch function with its handler, if any, moving CPU tensors to the device if needed."""
         kwargs = kwargs or {}
+        func = find_unpatched(func)
         handler = self.handlers.get(func)
         if handler is not None:
             if func not in _HANDLES_DEVICES:
@@ -113,6 +138,7 @@ class ModelFunctionMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one torch function with its handler, if it has one."""
+        func = find_unpatched(func)
         handler = self.handlers.get(func)
         if handler is None:
             return func(*args, **(kwargs or {}))

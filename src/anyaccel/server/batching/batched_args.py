@@ -93,15 +93,26 @@ def _unflatten(leaves: Sequence[Any], spec: _Spec) -> tuple[tuple[Any, ...], dic
 def make_call_args(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArgs | None:
     """Flatten the arguments of a model call; return None if the call cannot be batched.
 
-    A call cannot be batched if no argument is a tensor with at least two dimensions, or if an argument
-    has an unsupported type.
+    A call cannot be batched if no argument is a tensor with at least two dimensions, if an argument has
+    an unsupported type, or if the model may write to an argument.
     """
+    if any(_is_model_state(value) for value in (*args, *kwargs.values())):
+        return None
     leaves, spec = _flatten(args, kwargs)
     first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 1), None)
     if first is None or not all(isinstance(leaf, _LEAF_TYPES) for leaf in leaves):
         return None
     rows = first.shape[0]
     return CallArgs(tuple(leaves), spec, rows, tuple(_make_leaf_key(leaf, rows) for leaf in leaves))
+
+
+def _is_model_state(value: Any) -> bool:
+    """Return whether an argument is a list that the model may write to.
+
+    Wan's VAE passes its decoder a list of cached features, of which some are None, and a list with an index. The
+    decoder changes both, but a batched call would get copies of them.
+    """
+    return isinstance(value, list) and not all(isinstance(element, torch.Tensor) for element in value)
 
 
 def _has_rows(tensor: torch.Tensor, rows: int) -> bool:

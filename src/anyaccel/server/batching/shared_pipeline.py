@@ -139,7 +139,7 @@ def _batchable_modules(pipe: Any) -> Iterator[tuple[str, torch.nn.Module]]:
 
 
 def light_copy(pipe: Any) -> Any:
-    """Return a copy of a pipeline that shares its models but has its own schedulers and tokenizers.
+    """Return a copy of a pipeline that shares its models' layers but has its own schedulers and tokenizers.
 
     The copy also has its own placement state, so that it can run at the same time as other copies.
     """
@@ -150,6 +150,10 @@ def light_copy(pipe: Any) -> Any:
     for name, component in find_components(pipe).items():
         if not isinstance(component, torch.nn.Module):
             vars(pipe_copy)[name] = copy.deepcopy(component)
+        elif hasattr(component, "clear_cache"):
+            # The VAEs of Wan and Qwen-Image keep features of earlier frames in attributes. A shallow copy has its own
+            # attributes and the same layers.
+            vars(pipe_copy)[name] = copy.copy(component)
     placement = find_placement(pipe)
     if placement is not None:
         set_placement(pipe_copy, _copy_placement(placement))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import diffusers
+import huggingface_hub
 import torch
 
 import anyaccel
@@ -59,7 +61,7 @@ def loaded_by_anyaccel(session: Session) -> Any:
     """`DiffusionPipeline.from_pretrained` of anyaccel, and `.to(…)`."""
     with tempfile.TemporaryDirectory() as folder:
         session.make(place=False).save_pretrained(folder)
-        if session.variant is None:
+        if not session.placed:
             pipe: Any = diffusers.DiffusionPipeline.from_pretrained(folder)
         else:
             pipe = anyaccel.DiffusionPipeline.from_pretrained(folder)
@@ -171,14 +173,6 @@ def torch_compiled_by_the_user(session: Session) -> Any:
 
 
 @usage(BUILD)
-def faster_cache(session: Session) -> Any:
-    """`enable_cache` with first-block caching on a transformer."""
-    pipe = session.make("flux")
-    pipe.transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.2))
-    return session.run(pipe, "flux", num_inference_steps=4)
-
-
-@usage(BUILD)
 def model_moved_to_the_cpu(session: Session) -> Any:
     """`pipe.unet.to('cpu')` between calls, moved back by the user."""
     pipe = session.make()
@@ -238,3 +232,150 @@ def arguments_unchanged(session: Session) -> Any:
     prompts, extra = ["fox", "bird"], {"scale": 1.0}
     result = session.run(pipe, prompt=prompts, cross_attention_kwargs=extra)
     return {"result": result, "prompts": tuple(prompts), "extra": str(extra)}
+
+
+@usage(BUILD)
+def from_pipe_after_placing(session: Session) -> Any:
+    """Diffusers' own `from_pipe` of a placed pipeline."""
+    pipe = diffusers.AutoPipelineForImage2Image.from_pipe(session.make())
+    pipe.set_progress_bar_config(disable=True)
+    return session.run(pipe, "stable-diffusion-image-to-image")
+
+
+@usage(BUILD)
+def class_from_pipe_after_placing(session: Session) -> Any:
+    """`SomePipeline.from_pipe` of a placed pipeline, with another scheduler."""
+    source = session.make()
+    scheduler = diffusers.DDIMScheduler.from_config(source.scheduler.config)
+    pipe = diffusers.StableDiffusionImg2ImgPipeline.from_pipe(source, scheduler=scheduler)
+    pipe.set_progress_bar_config(disable=True)
+    return {"image": session.run(pipe, "stable-diffusion-image-to-image"), "source": session.run(source)}
+
+
+@usage(BUILD)
+def components_constructor_after_placing(session: Session) -> Any:
+    """`SomePipeline(**placed.components)`."""
+    source = session.make()
+    pipe = diffusers.StableDiffusionImg2ImgPipeline(**source.components, requires_safety_checker=False)
+    pipe.set_progress_bar_config(disable=True)
+    return {"image": session.run(pipe, "stable-diffusion-image-to-image"), "source": session.run(source)}
+
+
+def saved(name: str, document: str, save: dict[str, Any], load: dict[str, Any]) -> None:
+    """Register a usage that saves and loads a pipeline with options."""
+
+    def run(session: Session) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            session.make().save_pretrained(folder, **save)
+            pipe = session.place(diffusers.DiffusionPipeline.from_pretrained(folder, **load))
+        pipe.set_progress_bar_config(disable=True)
+        return session.run(pipe)
+
+    run.__name__, run.__doc__ = name, document
+    usage(BUILD)(run)
+
+
+saved("saved_as_variant", "`save_pretrained(variant='fp16')` and `from_pretrained(variant='fp16')`.",
+      {"variant": "fp16"}, {"variant": "fp16"})  # fmt: skip
+saved("saved_in_shards", "`save_pretrained(max_shard_size=…)`.", {"max_shard_size": "200KB"}, {})
+saved("loaded_without_meta_tensors", "`from_pretrained(low_cpu_mem_usage=False)`.", {}, {"low_cpu_mem_usage": False})
+
+
+@usage(BUILD)
+def loaded_with_a_component(session: Session) -> Any:
+    """`from_pretrained(folder, unet=model)`."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = session.make(place=False)
+        source.save_pretrained(folder)
+        with torch.no_grad():
+            source.unet.conv_in.weight.mul_(1.2)
+        pipe = session.place(diffusers.DiffusionPipeline.from_pretrained(folder, unet=source.unet))
+    pipe.set_progress_bar_config(disable=True)
+    return session.run(pipe)
+
+
+@usage(BUILD)
+def model_from_single_file(session: Session) -> Any:
+    """`UNet2DConditionModel.from_single_file`."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = session.make()
+        source.save_pretrained(folder)
+        path = f"{folder}/unet/diffusion_pytorch_model.safetensors"
+        model = diffusers.UNet2DConditionModel.from_single_file(path, config=folder, subfolder="unet")
+    source.unet = model.to(source.device)
+    return session.run(source)
+
+
+@usage(BUILD, fails=True)
+def dduf_file(session: Session) -> Any:
+    """`from_pretrained(folder, dduf_file=…)`, which diffusers no longer supports."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as target:
+        session.make(place=False).save_pretrained(folder)
+        huggingface_hub.export_folder_as_dduf(f"{target}/tiny.dduf", folder_path=folder)
+        pipe = session.place(diffusers.DiffusionPipeline.from_pretrained(target, dduf_file="tiny.dduf"))
+    pipe.set_progress_bar_config(disable=True)
+    return session.run(pipe)
+
+
+@usage(BUILD)
+def custom_pipeline(session: Session) -> Any:
+    """`from_pretrained(folder, custom_pipeline=…)` with a class of the user."""
+    code = (
+        "import diffusers\n\n\nclass HalfGuidance(diffusers.StableDiffusionPipeline):\n"
+        "    def __call__(self, prompt, guidance_scale=8.0, **kwargs):\n"
+        "        return super().__call__(prompt, guidance_scale=guidance_scale / 2, **kwargs)\n"
+    )
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as program:
+        session.make(place=False).save_pretrained(folder)
+        Path(program, "pipeline.py").write_text(code)
+        pipe = session.place(
+            diffusers.DiffusionPipeline.from_pretrained(folder, custom_pipeline=program, trust_remote_code=True)
+        )
+    pipe.set_progress_bar_config(disable=True)
+    return session.run(pipe)
+
+
+@usage(BUILD)
+def model_saved_by_torch(session: Session) -> Any:
+    """`torch.save(unet.state_dict())` of a placed model, loaded into another pipeline."""
+    first, second = session.make(), session.make()
+    with torch.no_grad():
+        first.unet.conv_in.weight.mul_(1.2)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(first.unet.state_dict(), f"{folder}/unet.pt")
+        second.unet.load_state_dict(torch.load(f"{folder}/unet.pt", map_location=second.device))
+    return session.run(second)
+
+
+@usage(BUILD)
+def shared_memory(session: Session) -> Any:
+    """`unet.share_memory()` before placing; another process sees edits."""
+    source = session.make(place=False)
+    source.unet.share_memory()
+    pipe = session.place(source)
+    first = session.run(pipe)
+    return {"result": first, "shared": session.device != "cpu" or pipe.unet.conv_in.weight.is_shared()}
+
+
+@usage(BUILD)
+def int8_weights_of_the_user(session: Session) -> Any:
+    """A layer of the user that stores its weight in int8."""
+
+    class Int8Conv(torch.nn.Module):
+        weight: torch.Tensor
+        scale: torch.Tensor
+
+        def __init__(self, layer: torch.nn.Conv2d) -> None:
+            super().__init__()
+            scale = layer.weight.detach().abs().amax() / 127
+            self.register_buffer("weight", (layer.weight.detach() / scale).round().to(torch.int8))
+            self.register_buffer("scale", scale)
+            self.bias = layer.bias
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            weight = self.weight.to(value.dtype) * self.scale
+            return torch.nn.functional.conv2d(value, weight, self.bias, padding=1)
+
+    pipe = session.make(place=False)
+    pipe.unet.conv_in = Int8Conv(pipe.unet.conv_in)
+    return session.run(session.place(pipe))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import diffusers
@@ -15,7 +14,10 @@ CALL = "ways to call"
 BATCH = "generators and batches"
 
 
-def simple(name: str, document: str, group: str = CALL, recipe: str = "stable-diffusion", **changes: Any) -> None:
+def simple(
+    name: str, document: str, group: str = CALL, recipe: str = "stable-diffusion", fails: bool = False,
+    skip: dict[str, str] | None = None, **changes: Any,
+) -> None:  # fmt: skip
     """Register a usage that calls a recipe with changed arguments."""
 
     def run(session: Session) -> Any:
@@ -23,7 +25,7 @@ def simple(name: str, document: str, group: str = CALL, recipe: str = "stable-di
         return session.run(session.make(recipe), recipe, **arguments)
 
     run.__name__, run.__doc__ = name, document
-    usage(group)(run)
+    usage(group, fails=fails, skip=skip or {})(run)
 
 
 def generator(seed: int = 0) -> Any:
@@ -36,6 +38,11 @@ def generators(*seeds: int) -> Any:
     return lambda: [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
+CPU_NOISE = dict.fromkeys(
+    ("cuda", "cuda-compiled", "cuda-captured"),
+    "without a generator, diffusers draws on the device, and anyaccel on the CPU with the same result on all devices",
+)
+
 simple("default_call", "A call with keyword arguments.")
 simple("more_steps", "Five steps.", num_inference_steps=5)
 simple("no_guidance", "`guidance_scale=1`.", guidance_scale=1.0)
@@ -45,15 +52,20 @@ simple("eta", "`eta`, which PNDM ignores.", eta=0.5)
 simple("output_latents", "`output_type='latent'`.", output_type="latent")
 simple("output_tensor", "`output_type='pt'`.", output_type="pt")
 simple("output_pil", "`output_type='pil'`.", output_type="pil")
-simple("custom_timesteps", "A list of timesteps with a scheduler that does not accept it.", timesteps=[999, 500, 1])
+simple(
+    "custom_timesteps",
+    "A list of timesteps with a scheduler that does not accept it.",
+    fails=True,
+    timesteps=[999, 500, 1],
+)
 simple("numpy_integer_sizes", "Sizes as NumPy integers.", height=numpy.int64(16), width=numpy.int64(16))
 simple("other_size", "A size that is not square.", height=16, width=24)
-simple("invalid_size", "A size that is not a multiple of 8.", height=17, width=16)
+simple("invalid_size", "A size that is not a multiple of 8.", fails=True, height=17, width=16)
 simple("empty_prompt", "An empty prompt.", prompt="")
 simple("long_prompt", "A prompt longer than the tokenizer's limit.", prompt="red fox " * 60)
-simple("prompt_of_wrong_type", "A prompt that is an integer.", prompt=3)
+simple("prompt_of_wrong_type", "A prompt that is an integer.", fails=True, prompt=3)
 simple("unknown_argument", "An argument that the pipeline does not have.", frobnicate=1)
-simple("missing_prompt", "No prompt.", prompt=None)
+simple("missing_prompt", "No prompt.", fails=True, prompt=None)
 simple("return_tuple", "`return_dict=False`.", return_dict=False)
 simple("two_images", "`num_images_per_prompt=2` with one generator.", BATCH, num_images_per_prompt=2)
 simple("three_images_from_a_list", "Three generators.", BATCH, num_images_per_prompt=3, generator=generators(1, 2, 3))
@@ -63,12 +75,13 @@ simple("two_prompts_two_images", "Two prompts with two images each.", BATCH, pro
 simple("two_prompts_two_generators", "Two prompts and two generators.", BATCH, prompt=["fox", "bird"],
        generator=generators(5, 6))  # fmt: skip
 simple("prompts_of_different_length", "Prompts of different lengths.", BATCH, prompt=["a", "a red fox in the snow"])
-simple("too_few_generators", "Two generators for three images.", BATCH, num_images_per_prompt=3,
+simple("too_few_generators", "Two generators for three images.", BATCH, fails=True, num_images_per_prompt=3,
        generator=generators(1, 2))  # fmt: skip
 simple("negative_prompts", "One negative prompt per prompt.", BATCH, prompt=["fox", "bird"],
        negative_prompt=["blurry", "dark"])  # fmt: skip
-simple("global_generator", "No generator: noise from the global one.", BATCH, generator=None)
-simple("global_generator_two_images", "No generator, two images.", BATCH, generator=None, num_images_per_prompt=2)
+simple("global_generator", "No generator: noise from the global one.", BATCH, skip=CPU_NOISE, generator=None)
+simple("global_generator_two_images", "No generator, two images.", BATCH, skip=CPU_NOISE, generator=None,
+       num_images_per_prompt=2)  # fmt: skip
 simple("generator_with_large_seed", "A seed above 2**32.", BATCH, generator=generator(2**40 + 1))
 
 for recipe in (
@@ -149,7 +162,7 @@ def latents_for_two_images(session: Session) -> Any:
     return session.run(pipe, latents=latents.to(pipe.device), num_images_per_prompt=2, **size)
 
 
-@usage(BATCH)
+@usage(BATCH, fails=True)
 def latents_of_wrong_shape(session: Session) -> Any:
     """Latents for one image with two prompts."""
     latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(9))
@@ -269,23 +282,6 @@ def denoising_loop_written_out(session: Session) -> Any:
 
 
 @usage(CALL)
-def two_threads(session: Session) -> Any:
-    """Two pipelines in two threads."""
-    pipes = [session.make() for _ in range(2)]
-    results: dict[str, Any] = {}
-
-    def work(index: int) -> None:
-        results[str(index)] = session.run(pipes[index], generator=torch.Generator().manual_seed(index))
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return dict(sorted(results.items()))
-
-
-@usage(CALL)
 def two_pipelines_alternating(session: Session) -> Any:
     """Two pipelines called in turn."""
     first, second = session.make(), session.make("flux")
@@ -322,3 +318,63 @@ def controlnet_scale(session: Session) -> Any:
         "half": session.run(pipe, "controlnet", controlnet_conditioning_scale=0.5),
         "late": session.run(pipe, "controlnet", control_guidance_start=0.4, control_guidance_end=0.9),
     }
+
+
+simple("clip_skip", "`clip_skip=1`, which fails with transformers 5.", fails=True, clip_skip=1)
+simple("numpy_scalars", "Steps and guidance as NumPy scalars.", num_inference_steps=numpy.int64(3),
+       guidance_scale=numpy.float32(5))  # fmt: skip
+simple("unknown_output_type", "An output type that does not exist.", output_type="gif")
+simple("one_generator_in_a_list", "A list with one generator.", BATCH, generator=generators(3))
+
+
+@usage(BATCH, skip=CPU_NOISE)
+def seeded_globally(session: Session) -> Any:
+    """`torch.manual_seed` before each call without a generator."""
+    pipe = session.make()
+    values: dict[str, Any] = {}
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        values[f"{len(values)}: seed {seed}"] = session.run(pipe, generator=None)
+    return values
+
+
+@usage(CALL)
+def output_edited(session: Session) -> Any:
+    """Edits of a returned image do not change the next call."""
+    pipe = session.make()
+    images = session.call(pipe, **session.arguments(output_type="pt")).images
+    first = images.clone()
+    images.zero_()
+    return {"first": first, "second": session.run(pipe)}
+
+
+@usage(CALL)
+def latents_saved_and_decoded(session: Session) -> Any:
+    """`output_type='latent'`, then `vae.decode` and `image_processor.postprocess` by the user."""
+    pipe = session.make()
+    latents = session.call(pipe, **session.arguments(output_type="latent")).images
+    with torch.no_grad():
+        image = pipe.vae.decode(latents / pipe.vae.config.scaling_factor, return_dict=False)[0]
+    return pipe.image_processor.postprocess(image, output_type="np")
+
+
+@usage(CALL)
+def text_encoder_removed(session: Session) -> Any:
+    """`encode_prompt`, then a pipeline without text encoder and tokenizer."""
+    source = session.make()
+    with torch.no_grad():
+        positive, negative = source.encode_prompt("a red fox", source.device, 1, True)
+    source.text_encoder = source.tokenizer = None
+    return session.run(source, prompt=None, prompt_embeds=positive, negative_prompt_embeds=negative)
+
+
+@usage(CALL)
+def embeddings_from_numpy(session: Session) -> Any:
+    """`prompt_embeds` made with `torch.from_numpy`."""
+    pipe = session.make()
+    source = torch.Generator().manual_seed(4)
+    embeddings = torch.randn(2, 7, pipe.text_encoder.config.hidden_size, generator=source)
+    rows = numpy.asarray(embeddings, dtype=numpy.float32)
+    return session.run(
+        pipe, prompt=None, prompt_embeds=torch.from_numpy(rows[:1]), negative_prompt_embeds=torch.from_numpy(rows[1:])
+    )
