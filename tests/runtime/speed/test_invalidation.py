@@ -18,7 +18,7 @@ from anyaccel.runtime.speed.graph_capture import GraphCapture
 from anyaccel.runtime.speed.module_fingerprint import ModuleFingerprint, PatchedCode
 from tests.conftest import NEEDS_RECIPES
 from tests.hardware import invalidation_checks
-from tests.hardware.invalidation_checks import CASES
+from tests.hardware.invalidation_cases import CASES
 from tests.runtime.speed.dispatch_graphs import DispatchGraphs
 
 pytestmark = [NEEDS_RECIPES, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
