@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import anyaccel
+from anyaccel.processes.forked_call import call_in_fork
 from anyaccel.recipes import recipes
 
 Stock: Any = diffusers.StableDiffusionPipeline
@@ -94,3 +95,22 @@ def test_batch_size_of_a_pipeline_with_an_input_image_is_not_the_number_of_image
     expected = stock(**arguments).prediction
     assert result.shape == expected.shape
     assert abs(result - expected).max() < 1e-4
+
+
+def compute_gradients() -> list[Any]:
+    gradients = []
+    for pipe in (make(Stock), anyaccel.place(make(Stock), "cpu", dtype="float32")):
+        for model in (pipe.text_encoder, pipe.vae):
+            model.requires_grad_(False)
+        call = type(pipe).__call__.__wrapped__
+        arguments = {"num_inference_steps": 1, "output_type": "latent", "return_dict": False}
+        latents = call(pipe, "a fox", generator=torch.Generator().manual_seed(1), **arguments)[0]
+        latents.sum().backward()
+        gradients.append(pipe.unet.conv_out.weight.grad.numpy())
+    return gradients
+
+
+def test_gradients_through_the_undecorated_call() -> None:
+    expected, actual = call_in_fork(compute_gradients, name="gradients", timeout_s=120)
+    assert (expected == actual).all()
+    assert abs(expected).max() > 0

@@ -1,4 +1,4 @@
-"""Methods of users' pipeline classes that anyaccel's class would otherwise hide."""
+"""Methods of users' pipeline classes that anyaccel's class would otherwise hide, and the arguments of `to`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["call_own_to", "find_own_methods"]
+__all__ = ["call_own_to", "find_own_methods", "read_to_arguments"]
 
 _LIBRARIES = ("anyaccel", "diffusers", "builtins")
 # `to` always places the pipeline, and calls the user's method to move the models.
@@ -47,3 +47,17 @@ def call_own_to(to: Callable[..., Any], device: torch.device, dtype: torch.dtype
     accepted = {name: value for name, value in options.items() if name in names}
     to(device, *([dtype] if takes_dtype and dtype is not None else []), **accepted)
     return takes_dtype or dtype is None
+
+
+def read_to_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Parse the arguments of `to` into a device and options."""
+    options = {name: value for name, value in kwargs.items() if name not in ("device", "silence_dtype_warnings")}
+    device = kwargs.get("device")
+    for value in args:
+        if isinstance(value, torch.dtype):
+            options["dtype"] = value
+        elif value is not None:
+            device = value
+    if options.get("dtype", ...) is None:  # in diffusers, dtype=None leaves the dtype unchanged
+        del options["dtype"]
+    return device, options

@@ -24,7 +24,7 @@ from anyaccel.runtime.call.validation import reject_unused_seed
 from anyaccel.runtime.call.warmup import warm_up
 from anyaccel.runtime.introspection import find_models, plain_class
 from anyaccel.runtime.loading import derive_pipeline, keep_dtype, load_pipeline
-from anyaccel.runtime.own_methods import call_own_to, find_own_methods
+from anyaccel.runtime.own_methods import call_own_to, find_own_methods, read_to_arguments
 from anyaccel.runtime.placement.inherit import adopt_before_move, adopt_placement
 from anyaccel.runtime.placement.oom_retry import weights_on_cpu
 from anyaccel.runtime.placement.place import attach_placement, place_pipeline, plan_pipeline, replan, resolve_device
@@ -99,7 +99,7 @@ class Portable(VendorAliases):
             return super().to(*args, **kwargs)  # type: ignore[misc]
         if getattr(_THREAD, "ignores_to", False):
             return self
-        device, options = _read_target(args, kwargs)
+        device, options = read_to_arguments(args, kwargs)
         adopt_before_move(self)
         with between_calls(self, device, options) as is_idle:
             if is_idle:
@@ -253,20 +253,6 @@ def _placement_of(pipe: Any) -> Placement:
     return attached
 
 
-def _read_target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Parse the arguments of `to` into a device and options."""
-    options = {name: value for name, value in kwargs.items() if name not in ("device", "silence_dtype_warnings")}
-    device = kwargs.get("device")
-    for value in args:
-        if isinstance(value, torch.dtype):
-            options["dtype"] = value
-        elif value is not None:
-            device = value
-    if options.get("dtype", ...) is None:  # in diffusers, dtype=None leaves the dtype unchanged
-        del options["dtype"]
-    return device, options
-
-
 def make_portable(pipe: Any) -> Any:
     """Change a pipeline's class to the subclass with anyaccel's methods, and return the pipeline."""
     install_pipeline_hooks(_HOOKS)
@@ -364,6 +350,13 @@ def _wrap_call(kind: Any) -> Any:
         # kind.__call__ is looked up at every call because users and tests patch it.
         return run_call(self, _placement_of(self), kind.__call__, args, kwargs)
 
+    if hasattr(kind.__call__, "__wrapped__"):
+        # The function without `torch.no_grad`, which training methods such as DRaFT call.
+        @functools.wraps(kind.__call__.__wrapped__)
+        def call_with_gradients(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return run_call(self, _placement_of(self), kind.__call__.__wrapped__, args, kwargs)
+
+        portable_call.__wrapped__ = call_with_gradients  # type: ignore[attr-defined]
     return portable_call
 
 

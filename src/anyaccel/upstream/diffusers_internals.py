@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -46,6 +48,8 @@ __all__ = [
     "use_progress_bars",
 ]
 
+# Calls with which pipelines change their models.
+_MODEL_CHANGE = re.compile(r"\bset_attn_processor\(|_set_pag_attn_processor\(|\bregister_forward_hook\(")
 # Attribute of a module that contains its `HookRegistry` (hooks/hooks.py).
 HOOK_ATTRIBUTE = "_diffusers_hook"
 # Name of the group-offloading hook; its group has `offload_()` (hooks/group_offloading.py).
@@ -80,6 +84,18 @@ def is_argument_error(error: BaseException) -> bool:
         innermost = innermost.tb_next
     name = "" if innermost is None else innermost.tb_frame.f_code.co_name
     return name == "check_inputs" or (name == "prepare_latents" and "list of generators" in str(error))
+
+
+@lru_cache
+def changes_models(pipeline_class: type) -> bool:
+    """Return whether a pipeline replaces attention processors or adds hooks during a call.
+
+    Examples are perturbed-attention guidance, self-attention guidance and attend-and-excite. Other calls that
+    use the same models concurrently would then have wrong results.
+    """
+    files = {base.__module__ for base in pipeline_class.__mro__ if not base.__module__.endswith(".pipeline_utils")}
+    sources = (inspect.getsource(sys.modules[name]) for name in files if name.startswith("diffusers.pipelines."))
+    return any(_MODEL_CHANGE.search(source) for source in sources)
 
 
 def has_custom_processors(model: torch.nn.Module) -> bool:

@@ -127,6 +127,18 @@ def test_concurrent_calls_do_not_share_the_state_of_a_vae(name: str) -> None:
     assert max(numpy.abs(image - wanted).max() for image, wanted in zip(images, expected, strict=True)) < 1e-4
 
 
+def test_a_pipeline_that_sets_attention_processors_runs_one_call_at_a_time() -> None:
+    name = "pag-stable-diffusion"
+    stock: Any = recipes()[name].make()
+    expected = [pixels(stock(**make_call(name, seed, 2))) for seed in range(3)]
+    shared = SharedPipeline(place(recipes()[name].make(), "cpu", dtype="float32"), max_wait_s=0.2)
+    assert not any(shared.warm_up(make_call(name, 8, 2), make_call(name, 9, 2)).values())
+    with ThreadPoolExecutor(3) as pool:
+        images = list(pool.map(lambda seed: pixels(shared.run(make_call(name, seed, 2))), range(3)))
+    for image, reference in zip(images, expected, strict=True):
+        assert numpy.abs(image - reference).max() < 1e-5
+
+
 def test_a_failing_call_does_not_stop_the_others() -> None:
     name = "stable-diffusion"
     pipe = place(recipes()[name].make(), "cpu", dtype="float32")

@@ -6,7 +6,7 @@ import copy
 import functools
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +14,14 @@ import torch
 
 from anyaccel.backends.device_type_checks import is_host
 from anyaccel.forward_overrides import Slot, get_override, remove_override, set_override
-from anyaccel.runtime.introspection import find_components, find_models
+from anyaccel.runtime.introspection import find_components, find_models, plain_class
 from anyaccel.runtime.placement_state import Placement, find_placement, set_placement
 from anyaccel.runtime.speed.graph_capture import GraphCapture
 from anyaccel.runtime.workarounds.nan_check import RecordEvent
 from anyaccel.server.batching.batched_args import CallArgs
 from anyaccel.server.batching.batched_forward import BatchedForward
 from anyaccel.server.batching.step_batcher import StepBatcher
+from anyaccel.upstream.diffusers_internals import changes_models
 
 __all__ = ["SharedPipeline"]
 
@@ -30,11 +31,13 @@ _DEFAULT_MAX_CALLS = 8
 class SharedPipeline:
     """Wrapper that lets several threads call one pipeline at the same time.
 
-    Concurrent calls to a model are batched if its batched and unbatched results match.
+    Concurrent calls to a model are batched if its batched and unbatched results match. Calls of a pipeline that
+    changes its models during a call run one after another.
     """
 
     def __init__(self, pipe: Any, *, max_calls: int = _DEFAULT_MAX_CALLS, max_wait_s: float | None = None) -> None:
         self.pipe = pipe
+        self.serial = threading.Lock() if changes_models(plain_class(pipe)) else None
         placement = find_placement(pipe)
         exact = placement is not None and placement.opened.driver.has_events
         self.batcher = StepBatcher(max_calls=max_calls, max_wait_s=max_wait_s, mark=_find_mark(placement), exact=exact)
@@ -47,7 +50,7 @@ class SharedPipeline:
         The call runs on `pipe_copy`, a lightweight copy of this pipeline or of another pipeline with the
         same models. By default, a new copy is created.
         """
-        with self.batcher.participating():
+        with self.serial or nullcontext(), self.batcher.participating():
             return (light_copy(self.pipe) if pipe_copy is None else pipe_copy)(**call)
 
     def warm_up(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, bool]:
@@ -62,7 +65,7 @@ class SharedPipeline:
                 self.run(call)
         placement = find_placement(self.pipe)
         # On devices that compute wrong results for batches, the plan limits a call to one image.
-        reliable = placement is None or placement.plan.images_per_call.value != 1
+        reliable = self.serial is None and (placement is None or placement.plan.images_per_call.value != 1)
         for name, forward in self.forwards.items():
             forward.enabled = reliable and forward.matches_unbatched(recorded[name])
             forward.example_args = recorded[name][0] if recorded[name] and forward.enabled else None
