@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anyaccel.processes.forked_call import call_in_fork
 from anyaccel.upstream import torch_compile_internals as internals
@@ -126,3 +128,32 @@ def test_find_compiler_and_inductor_cache() -> None:
 def test_unreadable_artifacts_are_logged_by_the_cache_logger(caplog: pytest.LogCaptureFixture) -> None:
     assert torch.compiler.load_cache_artifacts(b"not an artifact") is None
     assert {record.name for record in caplog.records} == {internals.CACHE_LOGGER}
+
+
+def test_inductor_can_compile_like_eager_mode() -> None:
+    config: Any = importlib.import_module("torch._inductor.config")
+    with internals.compile_like_eager(keep_casts=True):
+        assert config.fallback_random
+        assert config.emulate_precision_casts
+    assert not config.fallback_random
+
+
+def test_operations_compute_real_values_outside_of_fake_mode() -> None:
+    with FakeTensorMode(), internals.leave_fake_mode():
+        assert (torch.ones(2) + 1).tolist() == [2, 2]
+
+
+def test_reset_dynamo_forgets_compiled_code() -> None:
+    graphs: list[Any] = []
+
+    def count(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    compiled = torch.compile(lambda x: x + 1, backend=count)
+    compiled(torch.ones(2))
+    compiled(torch.ones(2))
+    assert len(graphs) == 1
+    internals.reset_dynamo()
+    compiled(torch.ones(2))
+    assert len(graphs) == 2

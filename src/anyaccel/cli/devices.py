@@ -76,7 +76,13 @@ def show_devices(
             "--output, --signed-off-by, --pipelines, --compile, --quick, --jobs and --force require --verify",
             hint="add --verify: `anyaccel devices NAME --verify`",
         )
-    elif name is not None:
+    else:
+        _show(name, report=report, as_json=as_json)
+
+
+def _show(name: str | None, *, report: bool, as_json: bool) -> None:
+    """Print the list of devices, one sheet or a report."""
+    if name is not None:
         device_sheet, device = sheet(name), find_device(name)
         if as_json:
             _print_json(_device_as_json(device) | sheet_as_json(device_sheet))

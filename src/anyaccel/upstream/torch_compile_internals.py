@@ -14,8 +14,9 @@ import torch
 
 __all__ = [
     "CACHE_LOGGER",
+    "EAGER_RANDOM",
     "GRAPH_BREAK_LOGGER",
-    "emulate_precision_casts",
+    "compile_like_eager",
     "find_compiler",
     "find_inductor_cache",
     "is_compiled",
@@ -110,13 +111,18 @@ def pause_gc_after_compile() -> AbstractContextManager[Any]:
     return config.patch(run_gc_after_compile=False) if hasattr(config, "run_gc_after_compile") else nullcontext()
 
 
-def emulate_precision_casts() -> AbstractContextManager[Any]:
-    """Return a context manager in which Inductor rounds to half precision wherever the model does.
+# Inductor draws random numbers like eager mode, instead of with its own generator (_inductor/config.py).
+EAGER_RANDOM = {"fallback_random": True}
 
-    By default, Inductor removes casts between operations that it fuses (see _inductor/config.py).
+
+def compile_like_eager(*, keep_casts: bool) -> AbstractContextManager[Any]:
+    """Return a context manager in which Inductor draws random numbers, and optionally rounds, like eager mode.
+
+    Without `keep_casts`, Inductor removes casts to half precision between operations that it fuses (see
+    _inductor/config.py).
     """
     config: Any = importlib.import_module("torch._inductor.config")
-    context: AbstractContextManager[Any] = config.patch(emulate_precision_casts=True)
+    context: AbstractContextManager[Any] = config.patch(**EAGER_RANDOM, emulate_precision_casts=keep_casts)
     return context
 
 

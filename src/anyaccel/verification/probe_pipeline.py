@@ -188,7 +188,8 @@ def uses_half_precision(recipe: Recipe) -> bool:
     Other kernels round these values differently.
     """
     import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from anyaccel.upstream.torch_internals import TorchDispatchMode
 
     seen: set[Any] = set()
 

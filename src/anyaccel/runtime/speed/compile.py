@@ -25,7 +25,8 @@ from anyaccel.runtime.speed.graph_rewrites import fold_cpu_constants, replace_fi
 from anyaccel.runtime.speed.module_fingerprint import LayerHooks
 from anyaccel.storage.cache_dir import find_graphs_folder, find_write_error, warn_not_cached
 from anyaccel.upstream.torch_compile_internals import (
-    emulate_precision_casts,
+    EAGER_RANDOM,
+    compile_like_eager,
     find_compiler,
     find_inductor_cache,
     is_compiled,
@@ -147,15 +148,17 @@ def _find_options(placement: Placement, fullgraph: bool) -> dict[str, Any]:
     rule: CompileRule = plan.compiler.value
     if rule.backend == "inductor":  # before the first lookup in Triton's cache
         set_ptxas_path()
+    backend = _find_backend(
+        rule.backend,
+        read_graph_workarounds(plan, placement.device),
+        plan.fusions.value,
+        keep_casts=plan.dtype.value == "float32",
+    )
     return {
-        "backend": _find_backend(
-            rule.backend,
-            read_graph_workarounds(plan, placement.device),
-            plan.fusions.value,
-            keep_casts=plan.dtype.value == "float32",
-        ),
+        "backend": backend,
         "fullgraph": fullgraph,
         "dynamic": False if rule.static else None,
+        **({"options": EAGER_RANDOM} if backend == "inductor" else {}),
     }
 
 
@@ -176,7 +179,7 @@ def _find_backend(name: str, workarounds: GraphWorkarounds, fusions: tuple[str, 
         replace_fill_diagonal(module)
         fold_cpu_constants(module)
         compile_graph = find_compiler(name)
-        with emulate_precision_casts() if keep_casts and name == "inductor" else nullcontext():
+        with compile_like_eager(keep_casts=keep_casts) if name == "inductor" else nullcontext():
             compiled: Callable[..., Any] = compile_graph(module, inputs)
         return compiled
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from anyaccel.backends.device_type_checks import is_host
 from anyaccel.backends.driver import Recorder
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import first_line
@@ -277,7 +278,7 @@ def _find_repeated(tensors: list[torch.Tensor]) -> tuple[int, ...]:
 
 def _read_random_states(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the states of the default generators of the CPU and of the tensors' devices."""
-    devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+    devices = {tensor.device for tensor in tensors if not is_host(tensor.device)}
     return [
         torch.get_rng_state(),
         *(torch.get_device_module(device).get_rng_state(device) for device in sorted(devices, key=str)),

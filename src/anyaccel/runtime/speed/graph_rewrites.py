@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from anyaccel.backends.device_type_checks import is_host
 from anyaccel.upstream.torch_compile_internals import leave_fake_mode
 
 __all__ = ["fold_cpu_constants", "replace_fill_diagonal"]
@@ -14,7 +15,6 @@ __all__ = ["fold_cpu_constants", "replace_fill_diagonal"]
 _IN_PLACE_OPERATORS = {operator.setitem, *(getattr(operator, name) for name in dir(operator) if name.startswith("__i"))}
 # `__index__`, `__inv__` and `__invert__` start with the same letters, but do not write to their argument.
 _IN_PLACE_OPERATORS -= {operator.__index__, operator.__inv__, operator.__invert__}
-_MOVES = ("to", "cuda")
 _UNINITIALIZED = "empty"
 
 
@@ -64,8 +64,8 @@ def _is_constant(node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> bool:
     tensors = [item for item in items if isinstance(item, torch.Tensor)]
     if not tensors or len(tensors) != len(items):
         return False
-    return all(tensor.device.type == "cpu" for tensor in tensors) or (
-        bool(node.all_input_nodes) and node.op == "call_method" and node.target in _MOVES
+    return all(is_host(tensor.device) for tensor in tensors) or (
+        bool(node.all_input_nodes) and node.op == "call_method" and node.target == "to"
     )
 
 

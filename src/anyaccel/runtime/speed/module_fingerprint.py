@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from anyaccel.backends.device_type_checks import is_host
 from anyaccel.forward_overrides import OVERRIDES_KEY, ForwardOverrides
 from anyaccel.upstream import accelerate_internals, diffusers_internals
 from anyaccel.upstream.torch_internals import (
@@ -269,7 +270,7 @@ def _is_present(value: Any) -> bool:
 def _describe_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return the address and strides of a tensor, and the value of a CPU scalar."""
     # A captured graph contains the value of a CPU scalar as a constant.
-    value = tensor.item() if tensor.dim() == 0 and tensor.device.type == "cpu" else None
+    value = tensor.item() if tensor.dim() == 0 and is_host(tensor.device) else None
     return tensor.data_ptr(), tensor.stride(), value
 
 
