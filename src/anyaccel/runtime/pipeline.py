@@ -356,7 +356,7 @@ def _wrap_call(kind: Any) -> Any:
         def call_with_gradients(self: Any, *args: Any, **kwargs: Any) -> Any:
             return run_call(self, _placement_of(self), kind.__call__.__wrapped__, args, kwargs)
 
-        portable_call.__wrapped__ = call_with_gradients  # type: ignore[attr-defined]
+        portable_call.__wrapped__ = call_with_gradients
     return portable_call
 
 

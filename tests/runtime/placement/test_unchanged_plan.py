@@ -34,7 +34,7 @@ def test_a_plan_cannot_be_edited_or_replaced() -> None:
 
 @pytest.mark.long
 def test_compilation_and_step_skipping_do_not_change_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_module, "_find_backend", lambda *args: "eager")
+    monkeypatch.setattr(compile_module, "_find_backend", lambda *args, **options: "eager")
     pipe: Any = anyaccel.place(make_small(), "cpu", dtype="float32", compile=True, speed="fast")
     plan, before = pipe.plan, list_decisions(pipe.plan)
     for size in (16, 32):

@@ -43,7 +43,7 @@ def fail(graph: Any, inputs: Any) -> Any:
 
 
 def use_backend(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
-    monkeypatch.setattr(compile_module, "_find_backend", lambda *args: backend)
+    monkeypatch.setattr(compile_module, "_find_backend", lambda *args, **options: backend)
     torch._dynamo.reset()
 
 
