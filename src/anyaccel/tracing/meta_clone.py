@@ -7,7 +7,6 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
 
 from anyaccel.tracing.meta_module import MetaRunner, to_meta_module
 from anyaccel.upstream.accelerate_internals import HOOK_ATTRIBUTES
@@ -31,6 +30,8 @@ def clone_pipeline(pipe: Any, kind: Any, runner: MetaRunner) -> Any:
 
 
 def _clone(pipe: Any, kind: Any, runner: MetaRunner, copies: dict[int, Any]) -> Any:
+    from diffusers import DiffusionPipeline  # late: `anyaccel run` must not import it before the script does
+
     # Without __init__, which would register the components and read their configs again.
     clone: Any = kind.__new__(kind)
     vars(clone).update(vars(pipe))
