@@ -65,8 +65,10 @@ def observe_here(usage: Usage, variant: Variant, *, placed: bool) -> Observation
     named = values if isinstance(values, dict) else {"result": values}
     # Dynamo warns about each function at which it starts a graph, and graphs start at other functions with a mode.
     # torch warns about dtypes of autocast that a device type does not have.
+    # anyaccel warns about arguments that a pipeline ignores.
     texts = {f"{entry.category.__name__}: {entry.message}" for entry in caught}
-    texts = {text for text in texts if "Dynamo detected" not in text and " autocast, but" not in text}
+    ignored = ("Dynamo detected", " autocast, but", " and has no effect")
+    texts = {text for text in texts if not any(part in text for part in ignored)}
     return Observation(
         {key: _freeze(value) for key, value in named.items()},
         tuple(sorted(texts)),
