@@ -61,6 +61,9 @@ class RequestNoise:
 
         Raise `UsageError` if it is not known which part of the batch's noise each call needs.
         """
+        latents = self.request.arguments.get("latents")
+        if isinstance(latents, torch.Tensor) and latents.dim() and len(latents) != self.request.images:
+            return [self.request]  # the pipeline rejects them
         chunks = split_request(self.request, images_per_call, first)
         obstacle = self._find_obstacle() if len(chunks) > 1 else ""
         if obstacle:
