@@ -81,12 +81,14 @@ def test_prompts_embeddings_and_generators_are_split_per_image() -> None:
     assert split_argument(whole, "guidance_scale") == [3.0, 3.0, 3.0]
 
 
-def test_latents_and_seeds_are_split_per_image_of_a_prompt() -> None:
+@pytest.mark.parametrize("name", ["latents", "audio_latents", "prior_latents"])
+def test_latents_and_seeds_are_split_per_image_of_a_prompt(name: str) -> None:
     latents = torch.arange(4.0).reshape(4, 1)
-    request = make_request(prompt=["a", "b"], num_images_per_prompt=2, latents=latents, seed=[4, 3, 2, 1])
+    request = make_request(prompt=["a", "b"], num_images_per_prompt=2, seed=[4, 3, 2, 1])
+    request = request.with_arguments(**{name: latents})
     chunks = split_request(request, 1)
     assert [chunk.arguments["prompt"] for chunk in chunks] == [["a"], ["a"], ["b"], ["b"]]
-    assert [chunk.arguments["latents"].tolist() for chunk in chunks] == [[[0.0]], [[1.0]], [[2.0]], [[3.0]]]
+    assert [chunk.arguments[name].tolist() for chunk in chunks] == [[[0.0]], [[1.0]], [[2.0]], [[3.0]]]
     assert [chunk.seeds for chunk in chunks] == [(4,), (3,), (2,), (1,)]
     assert [chunk.images for chunk in chunks] == [1, 1, 1, 1]
     assert [chunk.arguments["num_images_per_prompt"] for chunk in chunks] == [1, 1, 1, 1]

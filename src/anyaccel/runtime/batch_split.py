@@ -124,8 +124,8 @@ def _select(name: str, value: Any, request: CallRequest, prompts: list[int], ima
     if isinstance(value, torch.Tensor | numpy.ndarray):
         if value.ndim == 0:
             return value
-        # Latents have one row per image, other tensors one row per prompt.
-        if value.shape[0] == request.images and (name == "latents" or request.per_prompt == 1):
+        # Latents, such as `audio_latents`, have one row per image, other tensors one row per prompt.
+        if value.shape[0] == request.images and (name.endswith("latents") or request.per_prompt == 1):
             return value[images]
         return value[prompts] if value.shape[0] == request.prompts and request.prompts > 1 else value
     if isinstance(value, Sequence):
