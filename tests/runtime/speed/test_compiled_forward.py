@@ -23,7 +23,7 @@ from anyaccel.runtime.speed import compile as compile_module
 from anyaccel.runtime.speed.apply_speedups import remove_speedups
 from anyaccel.runtime.speed.compiled_forward import CompiledForward, compile_blocks, compile_forward, find_compiled
 from tests.conftest import NEEDS_RECIPES
-from tests.runtime.speed.small_pipelines import make_small
+from tests.runtime.speed.small_pipelines import Blocks, make_small
 
 pytestmark = NEEDS_RECIPES
 
@@ -219,23 +219,8 @@ def test_report_drops_removed_compiled_models(monkeypatch: pytest.MonkeyPatch) -
     assert pipe.plan.report.compiled_models is None
 
 
-class Blocks(torch.nn.Module):
-    """A model with one repeated block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Model()
-
-    def forward(self, sample: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.block(sample)
-        return output
-
-    def compile_repeated_blocks(self, **options: Any) -> None:
-        self.block.compile(**options)
-
-
 def test_model_errors_keep_compiled_blocks() -> None:
-    model = Blocks()
+    model = Blocks(Model())
     compile_blocks(model, "model", {"backend": "eager"})
     compiled_block = model.block._compiled_call_impl
     assert compiled_block is not None
@@ -249,7 +234,7 @@ def test_model_errors_keep_compiled_blocks() -> None:
 
 def test_blocks_that_fail_to_compile_run_eagerly() -> None:
     torch._dynamo.reset()
-    model = Blocks()
+    model = Blocks(Model())
     compile_blocks(model, "model", {"backend": fail})
     with torch.no_grad():
         assert model(torch.ones(2, 3)).shape == (2, 3)

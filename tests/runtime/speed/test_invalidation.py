@@ -20,6 +20,7 @@ from tests.conftest import NEEDS_RECIPES
 from tests.hardware import invalidation_checks
 from tests.hardware.invalidation_cases import CASES
 from tests.runtime.speed.dispatch_graphs import DispatchGraphs
+from tests.runtime.speed.small_pipelines import Blocks
 
 pytestmark = [NEEDS_RECIPES, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
 
@@ -218,21 +219,6 @@ class PlainDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class Blocks(torch.nn.Module):
-    """A model with one repeated block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Model()
-
-    def forward(self, sample: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.block(sample)
-        return output
-
-    def compile_repeated_blocks(self, **options: Any) -> None:
-        self.block.compile(**options)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("mode", [PlainFunctionMode, PlainDispatchMode])
 @pytest.mark.parametrize("compile_model", [compile_forward, compile_blocks])
@@ -247,7 +233,7 @@ def test_compiled_models_run_eagerly_under_modes(compile_model: Any, mode: Any) 
         return run_graph
 
     torch._dynamo.reset()
-    model = Blocks()
+    model = Blocks(Model())
     compile_model(model, "model", {"backend": backend})
     for _ in range(2):
         model(torch.ones(2, 4))
