@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -126,9 +127,11 @@ def run_together(
                     _wait_for_warmup(variant, case, on_progress)
             started.append((case, variants, case_folder))
         if concurrent_warmup:
-            for case, variants, _ in started:
-                for variant in variants:
-                    _wait_for_warmup(variant, case, on_progress)
+            waiting = [(variant, case) for case, variants, _ in started for variant in variants]
+            # One thread for each: a worker's time limit must not expire while another one is waited for.
+            with ThreadPoolExecutor(max_workers=max(1, len(waiting))) as pool:
+                for finished in [pool.submit(_wait_for_warmup, *pair, on_progress) for pair in waiting]:
+                    finished.result()
         for case, variants, case_folder in started:
             yield _measure(case, variants, case_folder, (rounds, enough_s), on_progress)
             # Frees the device memory for the next case.
@@ -147,8 +150,10 @@ def _check_arguments(cases: Sequence[BenchCase], rounds: int) -> None:
 
 
 def _wait_for_warmup(variant: _Variant, case: BenchCase, on_progress: ProgressCallback) -> None:
-    on_progress(f"{case.title or case.model}: {variant.name}, first images")
+    title = f"{case.title or case.model}: {variant.name}"
+    on_progress(f"{title}, first images")
     variant.row |= variant.receive()
+    on_progress(f"{title}, {'failed' if variant.failed else 'ready'}")
 
 
 def _measure(

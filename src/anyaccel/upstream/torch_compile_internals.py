@@ -14,9 +14,8 @@ import torch
 
 __all__ = [
     "CACHE_LOGGER",
-    "EAGER_RANDOM",
     "GRAPH_BREAK_LOGGER",
-    "compile_like_eager",
+    "draw_like_eager",
     "find_compiler",
     "find_inductor_cache",
     "is_compiled",
@@ -111,18 +110,13 @@ def pause_gc_after_compile() -> AbstractContextManager[Any]:
     return config.patch(run_gc_after_compile=False) if hasattr(config, "run_gc_after_compile") else nullcontext()
 
 
-# Inductor draws random numbers like eager mode, instead of with its own generator (_inductor/config.py).
-EAGER_RANDOM = {"fallback_random": True}
+def draw_like_eager() -> AbstractContextManager[Any]:
+    """Return a context manager in which Inductor compiles random functions to those of eager mode.
 
-
-def compile_like_eager(*, keep_casts: bool) -> AbstractContextManager[Any]:
-    """Return a context manager in which Inductor draws random numbers, and optionally rounds, like eager mode.
-
-    Without `keep_casts`, Inductor removes casts to half precision between operations that it fuses (see
-    _inductor/config.py).
+    By default, it has its own random number generator (_inductor/config.py).
     """
     config: Any = importlib.import_module("torch._inductor.config")
-    context: AbstractContextManager[Any] = config.patch(**EAGER_RANDOM, emulate_precision_casts=keep_casts)
+    context: AbstractContextManager[Any] = config.patch(fallback_random=True)
     return context
 
 

@@ -1,4 +1,4 @@
-"""Graph passes that fold CPU constants and replace `fill_diagonal_`."""
+"""Graph passes that fold CPU constants, replace `fill_diagonal_` and keep rounding."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from anyaccel.runtime.speed.graph_rewrites import fold_cpu_constants, replace_fill_diagonal
+from anyaccel.runtime.speed.graph_rewrites import fold_cpu_constants, keep_rounding, replace_fill_diagonal
 
 
 class Compiled:
     """A function compiled with a graph pass; records what the pass returned and the graph."""
 
-    def __init__(self, function: Callable[..., Any], graph_pass: Callable[[torch.fx.GraphModule], int]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], graph_pass: Callable[[torch.fx.GraphModule], int], name: str = "aot_eager"
+    ) -> None:
         torch._dynamo.reset()
         self.changes: list[int] = []
         self.targets: list[str] = []
@@ -21,7 +23,7 @@ class Compiled:
             self.changes.append(graph_pass(module))
             self.targets += [str(getattr(node.target, "__name__", node.target)) for node in module.graph.nodes]
             # AOTAutograd, because it has more requirements for a graph than Dynamo.
-            compiled: Callable[..., Any] = torch._dynamo.lookup_backend("aot_eager")(module, inputs)
+            compiled: Callable[..., Any] = torch._dynamo.lookup_backend(name)(module, inputs)
             return compiled
 
         self.run = torch.compile(function, backend=backend, dynamic=False)
@@ -92,3 +94,27 @@ def test_fill_diagonal_of_a_slice(shape: tuple[int, int]) -> None:
     assert torch.equal(compiled.run(torch.ones(6)), mask(torch.ones(6)))
     assert compiled.changes == [1]
     assert "fill_diagonal_" not in compiled.targets
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # torch imports it for Inductor
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cast_to_half_precision_rounds(dtype: torch.dtype) -> None:
+    def scale(x: torch.Tensor) -> torch.Tensor:
+        return (x * 1.0001).to(dtype).type_as(x) * 2
+
+    x = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    without = Compiled(scale, lambda module: 0, "inductor")
+    assert not torch.equal(without.run(x), scale(x)), "Inductor rounds by itself: delete keep_rounding"
+    compiled = Compiled(scale, keep_rounding, "inductor")
+    assert torch.equal(compiled.run(x), scale(x))
+    assert compiled.changes == [1]
+
+
+def test_a_half_precision_model_keeps_its_casts() -> None:
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x, (4,)).sigmoid()
+
+    compiled = Compiled(norm, keep_rounding)
+    x = torch.randn(2, 4, dtype=torch.bfloat16)
+    assert torch.equal(compiled.run(x), norm(x))
+    assert compiled.changes == [0]

@@ -21,12 +21,11 @@ from anyaccel.runtime.placement_state import Placement
 from anyaccel.runtime.speed.compiled_forward import compile_blocks, compile_forward
 from anyaccel.runtime.speed.compiled_model_workarounds import GraphWorkarounds, read_graph_workarounds
 from anyaccel.runtime.speed.graph_fusions import fuse
-from anyaccel.runtime.speed.graph_rewrites import fold_cpu_constants, replace_fill_diagonal
+from anyaccel.runtime.speed.graph_rewrites import fold_cpu_constants, keep_rounding, replace_fill_diagonal
 from anyaccel.runtime.speed.module_fingerprint import LayerHooks
 from anyaccel.storage.cache_dir import find_graphs_folder, find_write_error, warn_not_cached
 from anyaccel.upstream.torch_compile_internals import (
-    EAGER_RANDOM,
-    compile_like_eager,
+    draw_like_eager,
     find_compiler,
     find_inductor_cache,
     is_compiled,
@@ -97,7 +96,9 @@ def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
         else:
             compile_forward(models[name], name, options)
     for name in decoders:
-        compile_forward(models[name].decoder, name, options)
+        # As one graph, or not at all: with torch 2.11, Wan's decoder becomes 23 graphs, which take longer to compile than
+        # its transformer.
+        compile_forward(models[name].decoder, name, {**options, "fullgraph": True})
     return (*denoisers, *decoders)
 
 
@@ -158,7 +159,6 @@ def _find_options(placement: Placement, fullgraph: bool) -> dict[str, Any]:
         "backend": backend,
         "fullgraph": fullgraph,
         "dynamic": False if rule.static else None,
-        **({"options": EAGER_RANDOM} if backend == "inductor" else {}),
     }
 
 
@@ -168,7 +168,7 @@ def _find_backend(name: str, workarounds: GraphWorkarounds, fusions: tuple[str, 
 
     With `keep_casts`, parts of a float32 model that use half precision are rounded as in eager mode.
     """
-    if not workarounds and not fusions:
+    if not workarounds and not fusions and name != "inductor":
         return name
 
     def compile_transformed(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -178,8 +178,10 @@ def _find_backend(name: str, workarounds: GraphWorkarounds, fusions: tuple[str, 
             fuse(module, fusions)
         replace_fill_diagonal(module)
         fold_cpu_constants(module)
+        if keep_casts:
+            keep_rounding(module)
         compile_graph = find_compiler(name)
-        with compile_like_eager(keep_casts=keep_casts) if name == "inductor" else nullcontext():
+        with draw_like_eager() if name == "inductor" else nullcontext():
             compiled: Callable[..., Any] = compile_graph(module, inputs)
         return compiled
 

@@ -1,4 +1,4 @@
-"""Graph passes that keep the values of a graph and make it cheaper or possible to compile."""
+"""Graph passes that make a graph cheaper or possible to compile, or keep its values as in eager mode."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 from anyaccel.backends.device_type_checks import is_host
 from anyaccel.upstream.torch_compile_internals import leave_fake_mode
 
-__all__ = ["fold_cpu_constants", "replace_fill_diagonal"]
+__all__ = ["fold_cpu_constants", "keep_rounding", "replace_fill_diagonal"]
 
 _IN_PLACE_OPERATORS = {operator.setitem, *(getattr(operator, name) for name in dir(operator) if name.startswith("__i"))}
 # `__index__`, `__inv__` and `__invert__` start with the same letters, but do not write to their argument.
 _IN_PLACE_OPERATORS -= {operator.__index__, operator.__inv__, operator.__invert__}
 _UNINITIALIZED = "empty"
+_HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def fold_cpu_constants(module: torch.fx.GraphModule) -> int:
@@ -124,3 +125,36 @@ def replace_fill_diagonal(module: torch.fx.GraphModule) -> int:
     if replaced:
         module.recompile()
     return replaced
+
+
+def keep_rounding(module: torch.fx.GraphModule) -> int:
+    """Let casts from float32 to half precision round, as in eager mode; return the number of casts.
+
+    Inductor computes in float32 and drops a cast whose result it converts back, such as the one in the
+    rotary embedding of Kandinsky 5. A bitwise operation needs the rounded value.
+    """
+    # `emulate_precision_casts` of Inductor has no effect on such a pair of casts in torch 2.11, and slows down all
+    # other kernels, because it also forbids fused multiply-add.
+    casts = [node for node in module.graph.nodes if _rounds(node)]
+    for node in casts:
+        dtype = node.meta["example_value"].dtype
+        with module.graph.inserting_after(node):
+            bits = module.graph.call_method("view", (node, torch.int16))
+        with module.graph.inserting_after(bits):
+            same_bits = module.graph.call_method("bitwise_and", (bits, -1))
+        with module.graph.inserting_after(same_bits):
+            rounded = module.graph.call_method("view", (same_bits, dtype))
+        rounded.meta = dict(node.meta)
+        node.replace_all_uses_with(rounded, delete_user_cb=lambda user, bits=bits: user is not bits)
+    if casts:
+        module.recompile()
+    return len(casts)
+
+
+def _rounds(node: torch.fx.Node) -> bool:
+    """Return whether a node casts a float32 tensor to half precision."""
+    result, inputs = node.meta.get("example_value"), node.all_input_nodes
+    if not inputs or not isinstance(result, torch.Tensor) or result.dtype not in _HALF_PRECISION:
+        return False
+    before = inputs[0].meta.get("example_value")
+    return isinstance(before, torch.Tensor) and before.dtype is torch.float32 and before.shape == result.shape
