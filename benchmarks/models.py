@@ -31,8 +31,9 @@ from benchmarks.provenance import describe_run, read_commit
 from benchmarks.speed import print_progress
 
 RESULTS = Path(__file__).parent / "results"
-PAIRS = (STOCK, (OURS, FAST), (OFFLOADED,))
-"""Variants that share a batch, because they are compared with each other."""
+EAGER, COMPILED = STOCK
+GROUPS = ((COMPILED, OURS, FAST), (EAGER, OFFLOADED))
+"""Variants that share a batch: those that compile, which are compared with each other, and those that do not."""
 RESIDENT = {"check_finite": False, "compile": True, "expected_images": 10_000, "memory": "resident",
             "vae_tiling": False}  # fmt: skip
 """Placement options. Other processes use the same device, so the plan must not depend on its free memory."""
@@ -51,33 +52,38 @@ class Part:
         return GIB[self.name] * len(self.variants)
 
 
-def list_parts(selection: list[str]) -> Iterator[Part]:
-    """Yield the variants of each case in pairs; `sana:anyaccel,anyaccel fast` selects variants."""
+def list_parts(selection: list[str], limit_gib: int) -> Iterator[Part]:
+    """Yield the variants of each case in groups that fit into memory; `sana:anyaccel,anyaccel fast` selects variants."""
     for text in selection:
         name, _, listed = text.partition(":")
         if name not in CASES:
             raise UsageError(f"unknown case {name!r}", hint=nearest(name, list(CASES)))
         selected = listed.split(",") if listed else VARIANTS
-        for pair in PAIRS:
-            variants = tuple(variant for variant in pair if variant in selected)
-            if variants:
-                yield Part(name, variants)
+        for group in GROUPS:
+            variants = tuple(variant for variant in group if variant in selected)
+            most = max(1, limit_gib // GIB[name])
+            for start in range(0, len(variants), most):
+                yield Part(name, variants[start : start + most])
 
 
 def make_batches(parts: list[Part], limit_gib: int, max_processes: int) -> list[list[Part]]:
     """Return the parts in batches that fit into the memory: a case in as few batches as possible.
 
-    Offloaded variants get their own batches, because they do not compile and would wait for those that do. These
-    batches are half as large: the weights are also in host memory, of which machines have less.
+    Variants that do not compile get their own batches, because they would wait for those that do. These batches are
+    half as large: offloaded weights are also in host memory, of which machines have less.
     """
+
+    def compiles(part: Part) -> bool:
+        return not set(part.variants) & set(GROUPS[1])
+
     batches: list[list[Part]] = []
-    for part in sorted(parts, key=lambda part: OFFLOADED in part.variants):
-        limit = limit_gib // 2 if OFFLOADED in part.variants else limit_gib
+    for part in sorted(parts, key=compiles, reverse=True):
+        limit = limit_gib if compiles(part) else limit_gib // 2
         for batch in batches:
             together = [*batch, part]
             fits = sum(other.gib for other in together) <= limit
             fits &= sum(len(other.variants) for other in together) <= max_processes
-            if fits and all((OFFLOADED in other.variants) == (OFFLOADED in part.variants) for other in batch):
+            if fits and all(compiles(other) == compiles(part) for other in batch):
                 batch.append(part)
                 break
         else:
@@ -116,7 +122,7 @@ def summarize(name: str, variants: dict[str, dict[str, Any]]) -> dict[str, Any]:
     row: dict[str, Any] = {"case": name, "title": case.title, "model": case.model.removeprefix(f"{MODELS}/"),
                            "call": case.call, "stock_compile": case.stock_compile, "offload": case.offload,
                            "variants": {}}  # fmt: skip
-    compiled = variants.get(STOCK[1], {}).get("median_s")
+    compiled = variants.get(COMPILED, {}).get("median_s")
     for variant in VARIANTS:
         if variant not in variants:
             continue
@@ -127,7 +133,7 @@ def summarize(name: str, variants: dict[str, dict[str, Any]]) -> dict[str, Any]:
             # Captured graphs keep their memory, which the allocator counts as reserved.
             result["forecast_error_percent"] = compare_forecast(result)
         row["variants"][variant] = result
-    references = {FAST: OURS, OURS: STOCK[0], STOCK[1]: STOCK[0], OFFLOADED: OURS}
+    references = {FAST: OURS, OURS: EAGER, COMPILED: EAGER, OFFLOADED: OURS}
     for variant, reference in references.items():
         # Results from an earlier run have no image.
         if all({"median_s", "file"} <= variants.get(key, {}).keys() for key in (variant, reference)):
@@ -195,7 +201,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Run the cases and write the file."""
     options = parse_arguments()
-    batches = make_batches(list(list_parts(options.cases)), options.memory_gib, options.processes)
+    batches = make_batches(list(list_parts(options.cases, options.memory_gib)), options.memory_gib, options.processes)
     for number, batch in enumerate(batches, start=1):
         listed = "; ".join(f"{part.name}: {', '.join(part.variants)}" for part in batch)
         print_progress(f"batch {number}: {sum(part.gib for part in batch)} GiB: {listed}")
