@@ -53,7 +53,7 @@ class Part:
 
 
 def list_parts(selection: list[str], limit_gib: int) -> Iterator[Part]:
-    """Yield the variants of each case in groups that fit into memory; `sana:anyaccel,anyaccel fast` selects variants."""
+    """Yield the variants of each case in groups that fit into memory; `sana:anyaccel,anyaccel fast` selects them."""
     for text in selection:
         name, _, listed = text.partition(":")
         if name not in CASES:

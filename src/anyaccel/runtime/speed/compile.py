@@ -96,8 +96,8 @@ def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
         else:
             compile_forward(models[name], name, options)
     for name in decoders:
-        # As one graph, or not at all: with torch 2.11, Wan's decoder becomes 23 graphs, which take longer to compile than
-        # its transformer.
+        # As one graph, or not at all: with torch 2.11, Wan's decoder becomes 23 graphs, which take longer to compile
+        # than its transformer.
         compile_forward(models[name].decoder, name, {**options, "fullgraph": True})
     return (*denoisers, *decoders)
 
