@@ -4,8 +4,7 @@
     python -m benchmarks.models cuda --cases "ltx2:anyaccel,anyaccel offloaded"
     python -m benchmarks.models cuda --list                         the cases and the batches they run in
 
-Writes benchmarks/results/models_DEVICE.json after every batch, and keeps what the file has of other cases and, from the
-same commit, of other variants.
+Writes benchmarks/results/models_DEVICE.json after every batch, and keeps what the file has of other cases and variants.
 The variants run in batches that fit into the device's memory: those of one batch warm up concurrently and are measured
 one at a time. The configs are in benchmarks/models; `--commit` and `--out` are for a copy without .git.
 """
@@ -156,17 +155,16 @@ def compare_forecast(result: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def read_variants(path: Path, commit: str) -> dict[str, dict[str, Any]]:
-    """Return the variants of each case in an existing file that were measured with this commit."""
+def read_variants(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the variants of each case in an existing file."""
     rows = json.loads(path.read_text())["rows"] if path.is_file() else []
-    return {row["case"]: row["variants"] for row in rows if row["commit"] == commit}
+    return {row["case"]: row["variants"] for row in rows}
 
 
 def write_report(path: Path, report: dict[str, Any], rows: dict[str, dict[str, Any]]) -> None:
-    """Write the report; rows of other cases in an existing file are kept, with the commit that they are from."""
+    """Write the report; rows of other cases in an existing file are kept."""
     earlier = json.loads(path.read_text())["rows"] if path.is_file() else []
     kept = [row for row in earlier if row["case"] not in rows]
-    rows = {name: {**row, "commit": report["commit"]} for name, row in rows.items()}
     ordered = sorted([*kept, *rows.values()], key=lambda row: list(CASES).index(row["case"]))
     path.parent.mkdir(exist_ok=True, parents=True)
     path.write_text(json.dumps({**report, "rows": ordered}, indent=1, ensure_ascii=False) + "\n")
@@ -177,7 +175,7 @@ def print_row(row: dict[str, Any]) -> None:
     print(row["title"])
     for variant, result in row["variants"].items():
         keys = ("error", "median_s", "first_picture_s", "against stock compiled", "peak_bytes", "held_bytes",
-                "forecast_error_percent", "not_forecast", "not_compared")  # fmt: skip
+                "forecast_error_percent", "not_forecast", "not_compared", "report")  # fmt: skip
         shown = {key: value for key, value in result.items() if key in keys or key.startswith("psnr_db")}
         print(f"  {variant}: {shown}", flush=True)
 
@@ -215,7 +213,7 @@ def main() -> None:
     }  # fmt: skip
     report["versions"] |= {"diffusers": diffusers.__version__}
     path = options.out / f"models_{opened.sheet.name}.json"
-    variants = read_variants(path, report["commit"])
+    variants = read_variants(path)
     rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="anyaccel-models-") as folder:
         for number, batch in enumerate(batches):
@@ -223,6 +221,8 @@ def main() -> None:
             processes = sum(len(part.variants) for part in batch)
             os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(2, 2 * options.processes // processes))
             for name, results in run_batch(batch, options, Path(folder) / str(number)):
+                for result in results.values():
+                    result["commit"] = report["commit"]
                 variants.setdefault(name, {}).update(results)
                 rows[name] = summarize(name, variants[name])
                 write_report(path, report, rows)

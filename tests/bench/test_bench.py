@@ -12,6 +12,7 @@ from anyaccel.bench.bench import run_bench, run_together
 from anyaccel.bench.case import BenchCase
 from anyaccel.bench.pipelines import drawing_in_float32, make_call, make_pipeline
 from anyaccel.bench.text import format_bench
+from anyaccel.bench.worker import _BenchWorker
 from anyaccel.errors import UsageError
 from anyaccel.recipes import recipes
 
@@ -77,13 +78,27 @@ def test_noise_is_the_same_in_every_dtype() -> None:
         assert (draw(torch.float16) == draw(torch.float32).to(torch.float16)).all()
 
 
-def test_full_size_models_are_created_from_config_files() -> None:
+def make_small_case() -> BenchCase:
     small = {"unet": {"block_out_channels": [32, 32, 64, 64], "layers_per_block": 1}}
-    case = BenchCase(
+    return BenchCase(
         model="stable-diffusion-v1-5/stable-diffusion-v1-5", device="cpu", dtype="float32", random=True, config=small,
         embeds={"prompt_embeds": (1, 77, 768), "negative_prompt_embeds": (1, 77, 768)},
         call={"num_inference_steps": 1, "height": 32, "width": 32},
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("variant", "is_patched"), [("stock eager", True), ("anyaccel", False)])
+def test_torch_is_not_patched_while_anyaccel_runs(variant: str, is_patched: bool, tmp_path: Path) -> None:
+    """A placed pipeline runs eagerly while torch is patched, so its compiled code would not be measured."""
+    worker = _BenchWorker({"case": make_small_case().to_dict(), "variant": variant, "folder": str(tmp_path)})
+    original, seen = torch.randn, []
+    worker.pipe = lambda **call: seen.append(torch.randn)
+    worker.generate()
+    assert [function is not original for function in seen] == [is_patched]
+
+
+def test_full_size_models_are_created_from_config_files() -> None:
+    case = make_small_case()
     pipes = [make_pipeline(case, "stock eager") for _ in range(2)]
     images = [pipe(**make_call(case, pipe), generator=torch.Generator().manual_seed(0)).images for pipe in pipes]
     assert images[0].shape == (1, 3, 32, 32)

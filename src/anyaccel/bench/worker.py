@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,13 @@ class _BenchWorker:
 
     def generate(self) -> tuple[Any, float]:
         """Generate an image; return the pipeline's output and the elapsed time in seconds."""
+        from anyaccel.bench.case import ANYACCEL
         from anyaccel.bench.pipelines import drawing_in_float32
 
         driver, index = self.opened.driver, self.opened.index
         generator = self.torch.Generator("cpu").manual_seed(0)
-        with drawing_in_float32(), self.torch.no_grad():
+        # Not for anyaccel: it draws like this itself, and would not run compiled code while torch.randn is patched.
+        with nullcontext() if self.variant in ANYACCEL else drawing_in_float32(), self.torch.no_grad():
             # Devices run asynchronously: wait for earlier work, and below for this call.
             driver.synchronize(index)
             start = time.perf_counter()
@@ -85,6 +88,7 @@ class _BenchWorker:
             plan = self.pipe.plan
             result["plan"] = {name: f"{decision}: {decision.reason}" for name, decision in plan.decisions()}
             result["memory_in_use"] = f"{plan.memory_in_use}: {plan.memory_in_use.reason}"
+            result["report"] = {name: f"{outcome}: {outcome.reason}" for name, outcome in plan.report.entries()}
             # After the timed images, because the profiler slows a call down.
             if self.case.profile:
                 result["profile"] = self._profile()

@@ -70,7 +70,9 @@ class CompiledForward:
             self._fall_back(module, "another library replaced the forward method of the model or of a layer")
         elif self._code.changed():
             self._fall_back(module, "its code was patched after compilation")
-        self._is_torch_patched = self._torch_code.changed()
+        was_patched, self._is_torch_patched = self._is_torch_patched, self._torch_code.changed()
+        if self._is_torch_patched and not was_patched:
+            _LOG.warning("anyaccel: %s runs eagerly while a function of torch is patched", self.name)
 
     def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the compiled code; if it fails, run eagerly in this and all later calls."""
