@@ -70,6 +70,6 @@ CASES = {
 }  # fmt: skip
 """The cases; large models take fewer steps than usual, so that an image takes at most 10 s on an H200."""
 
-GIB = {"sd35": 10, "sana": 8, "audio": 7, "inpaint": 11, "edit": 14, "zimage": 18, "wan": 11, "hunyuan": 45,
+GIB = {"sd35": 10, "sana": 8, "audio": 7, "inpaint": 11, "edit": 14, "zimage": 18, "wan": 11, "hunyuan": 66,
        "ltx2": 54, "qwen": 47}  # fmt: skip
 """Device memory that one process of a case requires: the forecast with captured graphs, and a reserve."""

@@ -188,7 +188,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for the first images of a variant")
     parser.add_argument("--enough", type=float, default=25.0, help="seconds of timed calls after which a case is done")
-    parser.add_argument("--memory-gib", type=int, default=120)
+    parser.add_argument("--memory-gib", type=int, default=132)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 8)
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--commit")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +10,11 @@ import torch
 
 from anyaccel.backends.device import open_device
 from anyaccel.bench.case import ANYACCEL, FAST, OFFLOADED, BenchCase
-from anyaccel.emulator.torch_patch_registry import patched
 from anyaccel.explanation.model_configs import find_model
 from anyaccel.runtime.pipeline import place
 from anyaccel.tracing.meta_pipeline import build_components
 
-__all__ = ["drawing_in_float32", "is_left_out", "make_call", "make_pipeline"]
+__all__ = ["is_left_out", "make_call", "make_pipeline"]
 
 _PROMPT = "a red apple on a table"
 # Components that a random pipeline does not have: the call passes embeddings, and needs no check of the result.
@@ -120,23 +117,3 @@ def _make_image(name: str, size: tuple[int, int]) -> Any:
     horizontal = Image.linear_gradient("L").resize(size)
     vertical = horizontal.transpose(Image.Transpose.TRANSPOSE).resize(size)
     return Image.merge("RGB", (horizontal, vertical, Image.new("L", size, 128)))
-
-
-@contextmanager
-def drawing_in_float32() -> Iterator[None]:
-    """Draw half-precision noise in float32 inside the `with` block, as anyaccel does.
-
-    Otherwise, torch draws different values from the same seed, and the images cannot be compared.
-    """
-    # https://github.com/huggingface/diffusers/issues/11056, seen in diffusers 0.42
-
-    def wrap(original: Any) -> Any:
-        def randn(*size: Any, dtype: torch.dtype | None = None, generator: Any = None, **options: Any) -> Any:
-            if dtype not in (torch.float16, torch.bfloat16) or generator is None:
-                return original(*size, dtype=dtype, generator=generator, **options)
-            return original(*size, dtype=torch.float32, generator=generator, **options).to(dtype)
-
-        return randn
-
-    with patched("torch.randn", wrap, "bench"):
-        yield

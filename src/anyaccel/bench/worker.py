@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,9 @@ class _BenchWorker:
 
     def generate(self) -> tuple[Any, float]:
         """Generate an image; return the pipeline's output and the elapsed time in seconds."""
-        from anyaccel.bench.case import ANYACCEL
-        from anyaccel.bench.pipelines import drawing_in_float32
-
         driver, index = self.opened.driver, self.opened.index
         generator = self.torch.Generator("cpu").manual_seed(0)
-        # Not for anyaccel: it draws like this itself, and would not run compiled code while torch.randn is patched.
-        with nullcontext() if self.variant in ANYACCEL else drawing_in_float32(), self.torch.no_grad():
+        with self.torch.no_grad():
             # Devices run asynchronously: wait for earlier work, and below for this call.
             driver.synchronize(index)
             start = time.perf_counter()
