@@ -17,7 +17,7 @@ from anyaccel.forward_overrides import Slot, get_override, remove_override, set_
 from anyaccel.library_logging import drop_log_records
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.speedups import is_worth_compiling
-from anyaccel.processes.gc_control import gc_paused
+from anyaccel.processes.gc_control import gc_paused, release_unreachable
 from anyaccel.runtime.call_request import CallRequest, bucket_of
 from anyaccel.runtime.introspection import find_denoisers, find_models
 from anyaccel.runtime.placement_state import Placement
@@ -91,7 +91,7 @@ def apply_speedups(pipe: Any, placement: Placement, request: CallRequest) -> Ite
 
 @contextmanager
 def _pause_gc(pause: bool) -> Iterator[None]:
-    """Pause Python's garbage collector inside the `with` block if `pause` is set."""
+    """Pause Python's garbage collector inside the `with` block if `pause` is set, and run it once afterwards."""
     # It takes about a fifth of the compile time and frees almost nothing. Dynamo also collects after every graph
     # (run_gc_after_compile): https://github.com/pytorch/pytorch/pull/142519
     if not pause:
@@ -99,6 +99,8 @@ def _pause_gc(pause: bool) -> Iterator[None]:
         return
     with gc_paused(), pause_gc_after_compile():
         yield
+    # Dynamo leaves reference cycles with the model in them, which would keep it alive after `del pipe`.
+    release_unreachable()
 
 
 @contextmanager
