@@ -13,7 +13,7 @@ from anyaccel.recipes import recipes, run
 from anyaccel.runtime.speed import compile as compile_module
 
 RECIPES = (
-    "stable-diffusion", "flux", "stable-diffusion-xl", "wan", "stable-audio", "sana", "stable-diffusion-3", "kandinsky-2-2", "ltx",
+    "stable-diffusion", "flux", "stable-diffusion-xl", "wan", "sana", "stable-diffusion-3", "kandinsky-2-2", "ltx",
     "hunyuan-dit", "pixart-sigma", "z-image", "qwen-image", "controlnet",
 )  # fmt: skip
 
