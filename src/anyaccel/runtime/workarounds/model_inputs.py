@@ -14,7 +14,14 @@ from typing import Any
 import torch
 
 from anyaccel.backends.device_type_checks import is_host, is_on
-from anyaccel.forward_overrides import Slot, get_override, refresh_overrides, remove_override, set_override
+from anyaccel.forward_overrides import (
+    ForwardOverrides,
+    Slot,
+    get_override,
+    refresh_overrides,
+    remove_override,
+    set_override,
+)
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.workarounds.function_modes import (
     ModelFunctionMode,
@@ -32,6 +39,8 @@ from anyaccel.upstream.torch_compile_internals import is_compiled, unwrap_compil
 __all__ = ["InputAdapter", "drop_stale_casts", "find_input_adapters", "set_input_adapters"]
 
 _TIMESTEP_ARGUMENTS = ("timestep", "timesteps")
+# Their models accept timesteps of any dtype.
+_LIBRARIES = ("diffusers.", "transformers.", "torch.", "peft.", "anyaccel.")
 
 
 class InputAdapter:
@@ -147,7 +156,8 @@ class InputAdapter:
 
     def _convert_timestep(self, timestep: Any) -> Any:
         """Convert a timestep to a float32 tensor on the device if the device does not support int64."""
-        if not self.float_timesteps:
+        module = unwrap_compiled(self.module())
+        if not self.float_timesteps or (module is not None and _may_need_integer(module)):
             return timestep
         if isinstance(timestep, int | float) and not isinstance(timestep, bool):
             # A compiler would specialize the graph on every value of a Python number.
@@ -222,6 +232,24 @@ def _embeds_timestep_index(module: torch.nn.Module) -> bool:
     """Return whether the timestep is an index into an embedding table and must therefore stay an integer."""
     config = getattr(module, "config", {})
     return bool(getattr(config, "num_embeds_ada_norm", None))
+
+
+def _may_need_integer(module: torch.nn.Module) -> bool:
+    """Return whether code of the user, or an embedding table, may use the timestep as an integer."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, ForwardOverrides):
+        forward = forward.beneath
+    # A hook that offloads the model calls its own forward.
+    function = type(module).forward if forward is None or _has_hook(module) else forward
+    function = getattr(function, "__func__", function)
+    # By its globals: `functools.wraps` copies `__module__`.
+    source = getattr(function, "__globals__", {}).get("__name__", "")
+    if not source.startswith(_LIBRARIES):
+        return True
+    children = list(module.children())
+    return any(isinstance(child, torch.nn.Embedding) for child in children) or not all(
+        type(child).__module__.startswith(_LIBRARIES) for child in children
+    )
 
 
 def _has_hook(module: torch.nn.Module) -> bool:
