@@ -65,6 +65,8 @@ class Placement:
     """Whether a call is running. Nested calls then run without setup of their own."""
     # Reentrant, because a callback may call the pipeline again in the same thread.
     lock: threading.RLock = field(default_factory=threading.RLock)
+    thread: int | None = None
+    """Identifier of the thread that has the lock."""
     loaded: dict[str, str] = field(default_factory=dict)
     """Dtype of each model when it was loaded, before any plan cast it."""
     cache_dir: str | None = None

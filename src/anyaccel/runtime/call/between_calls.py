@@ -8,6 +8,7 @@ from typing import Any
 
 from anyaccel.backends.device_functions import dtype_name
 from anyaccel.errors import UsageError
+from anyaccel.runtime.call.turn import waiting_for_turn
 from anyaccel.runtime.placement.place import resolve_device
 from anyaccel.runtime.placement_state import find_placement
 
@@ -22,7 +23,7 @@ def between_calls(pipe: Any, device: Any, options: dict[str, Any]) -> Iterator[b
     `UsageError` otherwise.
     """
     placement = find_placement(pipe)
-    with placement.lock if placement is not None else nullcontext():
+    with waiting_for_turn(pipe, placement) if placement is not None else nullcontext():
         if placement is None or not placement.running:
             yield True
             return

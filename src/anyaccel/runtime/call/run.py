@@ -19,6 +19,7 @@ from anyaccel.planning.decision import Decision
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.batch_split import INPUT_IMAGES, SharedProgress, join_results, split_request
 from anyaccel.runtime.call.request_noise import RequestNoise, StartNoise
+from anyaccel.runtime.call.turn import waiting_for_turn
 from anyaccel.runtime.call.validation import validate_call, warn_unused_arguments
 from anyaccel.runtime.call_request import CallRequest, read_call_request
 from anyaccel.runtime.distributed.parallel import run_split, share_noise
@@ -56,7 +57,7 @@ def run_call(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...],
     Calls from other threads wait, because a pipeline has only one scheduler.
     """
     while True:
-        with placement.lock:  # one call at a time, because a pipeline has one scheduler
+        with waiting_for_turn(pipe, placement):
             current = find_placement(pipe) or placement
             if current is placement:
                 if placement.running:  # a nested pipeline, or a callback that calls the pipeline again
