@@ -106,6 +106,16 @@ def deepcopy_of_a_model(session: Session) -> Any:
 
 
 @usage(BUILD)
+def placed_model_assigned_to_another_pipeline(session: Session) -> Any:
+    """`other.unet = pipe.unet`, where only `pipe` was placed."""
+    pipe, other = session.make(), session.make(place=False)
+    pipe.unet.conv_in.weight.data.mul_(1.5)
+    first = session.run(pipe)
+    other.unet = pipe.unet
+    return {"first": first, "other": session.run(other), "again": session.run(pipe)}
+
+
+@usage(BUILD)
 def shallow_copy_of_a_model(session: Session) -> Any:
     """`copy.copy` of a placed model with one replaced layer; the original is released."""
     pipe = session.make()
