@@ -34,7 +34,12 @@ from anyaccel.runtime.workarounds.host_transfer import HostTransfer, copy_or_fil
 from anyaccel.runtime.workarounds.nan_check import record_output
 from anyaccel.tracing.meta_module import map_tensors
 from anyaccel.upstream import accelerate_internals, diffusers_internals
-from anyaccel.upstream.torch_compile_internals import is_compiled, unwrap_compiled
+from anyaccel.upstream.torch_compile_internals import (
+    find_compiled_call,
+    is_compiled,
+    restore_compiled_call,
+    unwrap_compiled,
+)
 
 __all__ = ["InputAdapter", "drop_stale_casts", "find_input_adapters", "set_input_adapters"]
 
@@ -93,6 +98,9 @@ class InputAdapter:
 
     def _runs_compiled(self) -> bool:
         """Return whether the model runs compiled code; after a compilation failure, it runs eagerly."""
+        module = self.module()
+        if module is not None and isinstance(find_compiled_call(module), _CompiledCall):
+            return True
         return self.compiled is not None and not getattr(self.compiled, "failure", "")
 
     def _find_device(self) -> torch.device:
@@ -166,6 +174,23 @@ class InputAdapter:
         return timestep.to(torch.float32) if is_integer else timestep
 
 
+class _CompiledCall:
+    """The call of a model that the user compiled with `model.compile()`; the input adapter runs around it.
+
+    Otherwise, the adapter would be a part of the compiled code, which Dynamo traces inside the pipeline's
+    function mode.
+    """
+
+    def __init__(self, module: torch.nn.Module, compiled: Callable[..., Any]) -> None:
+        self.module, self.compiled = weakref.ref(module), compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        adapter = get_override(self.module(), Slot.INPUTS)
+        if not isinstance(adapter, InputAdapter):
+            return self.compiled(*args, **kwargs)
+        return adapter(self.compiled, args, kwargs)
+
+
 def _make_plan_key(plan: Plan) -> tuple[Any, ...]:
     """Return the plan's decisions that an input adapter depends on, such as dtype and attention."""
     return plan.dtype.value, plan.replacements.value, plan.workarounds.value, plan.attention.value
@@ -183,6 +208,9 @@ def set_input_adapters(components: dict[str, Any], plan: Plan, device: torch.dev
         for module in _find_entry_modules(component):
             if is_compiled(module):  # the user compiled it meanwhile: the adapter must be outside the compiled code
                 remove_override(unwrap_compiled(module), Slot.INPUTS)
+            compiled_call = find_compiled_call(module)
+            if compiled_call is not None and not isinstance(compiled_call, _CompiledCall):
+                restore_compiled_call(module, _CompiledCall(module, compiled_call))
             earlier = get_override(module, Slot.INPUTS)
             if isinstance(earlier, InputAdapter) and earlier.matches(module, plan, device):
                 refresh_overrides(module)
