@@ -164,7 +164,7 @@ def test_forward_can_be_inspected_like_a_method(model: Model, override: AddOne) 
         operator.attrgetter("__qualname__"), operator.attrgetter("__module__"), operator.attrgetter("__name__"),
     ):  # fmt: skip
         assert read(model.forward) == read(method)
-    assert model.forward.__self__ is model
+    assert operator.attrgetter("__self__")(model.forward) is model
     assert not hasattr(model.forward, "__wrapped__")
 
 

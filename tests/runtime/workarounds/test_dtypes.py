@@ -202,10 +202,11 @@ def test_integers_that_do_not_fit_are_rejected() -> None:
     meta = torch.device("meta")
     mode = ModelFunctionMode(make_handlers(meta, {INT64: torch.int32}, {}))
     large = torch.tensor([2**40])
-    for program in (
+    programs: tuple[Any, ...] = (
         lambda: torch.tensor([0, 2**40], device=meta), lambda: large.to(meta), lambda: (-large).to("meta", INT64),
         lambda: torch.as_tensor(large, device=meta), lambda: HostTransfer(meta, {INT64: torch.int32}).to_device(large),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for program in programs:
         with mode, pytest.raises(UsageError, match="does not fit in int32"):
             program()
     with mode:
