@@ -3,9 +3,11 @@
 import copy
 import gc
 import inspect
+import operator
 import pickle
 import subprocess
 import sys
+import typing
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -126,6 +128,44 @@ def test_a_deep_copy_runs_its_own_weights(
     assert torch.equal(model(sample), plain + 1)
     set_override(copied, Slot.CAPTURE, AddOne())
     assert torch.equal(copied(sample), torch.ones_like(plain))
+
+
+def test_a_shallow_copy_runs_its_own_layers(
+    model: Model, sample: torch.Tensor, plain: torch.Tensor, override: AddOne
+) -> None:
+    copied = copy.copy(model)
+    copied._modules = dict(copied._modules)
+    copied.layer = torch.nn.Identity()  # type: ignore[assignment]
+    assert torch.equal(copied(sample), torch.nn.functional.silu(sample))
+    assert torch.equal(model(sample), plain + 1)
+    alive = weakref.ref(model)
+    set_override(copied, Slot.CAPTURE, AddOne())
+    assert torch.equal(copied(sample), torch.nn.functional.silu(sample) + 1)
+    assert alive() is not None
+    assert get_override(model, Slot.CAPTURE) is override
+
+
+def test_a_copy_of_the_attributes_gets_overrides_of_its_own(
+    model: Model, sample: torch.Tensor, override: AddOne
+) -> None:
+    copied = Model.__new__(Model)
+    vars(copied).update(vars(model))
+    copied._modules = {"layer": torch.nn.Identity()}
+    assert get_override(copied, Slot.CAPTURE) is None
+    set_override(copied, Slot.INPUTS, AddOne())
+    assert torch.equal(copied(sample), torch.nn.functional.silu(sample) + 1)
+    assert get_override(model, Slot.CAPTURE) is override
+
+
+def test_forward_can_be_inspected_like_a_method(model: Model, override: AddOne) -> None:
+    method = Model().forward
+    for read in (
+        inspect.getsource, inspect.ismethod, inspect.signature, typing.get_type_hints, inspect.getdoc,
+        operator.attrgetter("__qualname__"), operator.attrgetter("__module__"), operator.attrgetter("__name__"),
+    ):  # fmt: skip
+        assert read(model.forward) == read(method)
+    assert operator.attrgetter("__self__")(model.forward) is model
+    assert not hasattr(model.forward, "__wrapped__")
 
 
 def test_a_pickle_runs_its_own_weights(

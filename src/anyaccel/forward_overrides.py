@@ -10,10 +10,11 @@ around the overrides until `refresh_overrides` makes them the outermost again; a
 does this on every call. Removing a hook may restore an outdated `ForwardOverrides`, which only
 calls the original forward.
 
-Known limitations: a shallow copy of a module (`copy.copy`, `nn.DataParallel`) uses the original's
-weights, as with any replaced forward. Unpickling binds the `forward` of the module's class, so a
-pickled module loads without anyaccel; a later patch of the class has no effect on that module until
-it is placed. See docs/decisions/0014-forward-overrides.md.
+Copies of a module (`copy.copy`, `copy.deepcopy`, `pickle`) have no overrides.
+
+Known limitation: a copy that is made from `module.__dict__`, as in `nn.DataParallel`, uses the
+original's weights, as with any replaced forward. A placed pipeline corrects this before a call. See
+docs/decisions/0014-forward-overrides.md.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from anyaccel.copied_state import STATE_KEY, replace_state_entries
 from anyaccel.upstream.torch_internals import is_transformed
 
 __all__ = [
@@ -47,8 +49,8 @@ __all__ = [
 Forward: TypeAlias = Callable[..., Any]
 # Takes the forward beneath it and the call arguments, returns the output.
 Override: TypeAlias = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
-# The attribute of a module that holds its overrides.
-OVERRIDES_KEY = "_anyaccel_overrides"
+# The attribute of a module that holds its overrides. `copy` and `pickle` call it to read the state of the module.
+OVERRIDES_KEY = STATE_KEY
 
 
 class Slot(IntEnum):
@@ -77,7 +79,8 @@ class Slot(IntEnum):
 class _Chain:
     """The overrides of one module, in slot order, stored in the module's `__dict__`."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = weakref.ref(module)
         self.slots: dict[Slot, Override] = {}
         self.ordered: tuple[Override, ...] = ()
         self.top: weakref.ref[ForwardOverrides] | None = None
@@ -88,16 +91,28 @@ class _Chain:
         self.slots = {key: value for key, value in slots.items() if value is not None}
         self.ordered = tuple(self.slots[key] for key in sorted(self.slots))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Chain:
-        return _Chain()
+    def __call__(self) -> Any:
+        """Return the state of the module for a copy or a pickle: without overrides."""
+        module = _get_module(self.module)
+        forward = vars(module).get("forward")
+        return replace_state_entries(
+            module, {"forward": forward.beneath if isinstance(forward, ForwardOverrides) else forward}
+        )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, ()  # so a pickle loads without anyaccel
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Chain:
+        return self  # some modules copy their `__dict__`; the overrides have no effect in another module
 
 
 def _find_chain(module: torch.nn.Module) -> _Chain | None:
     chain = vars(module).get(OVERRIDES_KEY)
-    return chain if isinstance(chain, _Chain) else None
+    return chain if isinstance(chain, _Chain) and chain.module() is module else None
+
+
+def _get_module(reference: weakref.ref[torch.nn.Module]) -> torch.nn.Module:
+    module = reference()
+    if module is None:
+        raise ReferenceError("the module that this forward method belongs to no longer exists")
+    return module
 
 
 class ForwardOverrides:
@@ -109,6 +124,8 @@ class ForwardOverrides:
         self._chain = chain
         self.beneath = beneath
         """Another library's replacement of the forward; None for the class's own, which is looked up at call time."""
+        original = type(module).forward if beneath is None else beneath
+        self.__module__, self.__doc__ = getattr(original, "__module__", ""), original.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's overrides around its original forward.
@@ -131,56 +148,53 @@ class ForwardOverrides:
     def _run_original(self, *args: Any, **kwargs: Any) -> Any:
         if self.beneath is not None:
             return self.beneath(*args, **kwargs)
-        module: Any = self._get_module()
+        module: Any = _get_module(self._module)
         return type(module).forward(module, *args, **kwargs)  # Dynamo cannot trace a bound method created here
 
-    def _get_module(self) -> torch.nn.Module:
-        module = self._module()
-        if module is None:
-            raise ReferenceError("the module that this forward method belongs to no longer exists")
-        return module
-
     def _get_original(self) -> Any:
-        module = self._get_module()
+        module = _get_module(self._module)
         return MethodType(type(module).forward, module) if self.beneath is None else self.beneath
 
-    # Pipelines inspect the arguments of a model, and torch.export its code.
+    # Programs inspect the forward method of a model: pipelines its signature, torch.export its code, and accelerate
+    # `__wrapped__` and `__func__`, which it binds again.
+    def __getattr__(self, name: str) -> Any:
+        if self._module() is None:
+            raise AttributeError(name)
+        return getattr(self._get_original(), name)
+
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self._get_original())
-
-    @property
-    def __name__(self) -> str:
-        return "forward"
-
-    # accelerate unwraps a bound method and binds its function again.
-    @property
-    def __func__(self) -> Any:
-        return self._get_original().__func__
-
-    @property
-    def __self__(self) -> Any:
-        return self._get_original().__self__
 
     @property
     def __code__(self) -> CodeType:
         code: CodeType = inspect.unwrap(self._get_original()).__code__
         return code
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # `inspect` examines only methods and functions.
+        is_method = self._module() is not None and isinstance(self._get_original(), MethodType)
+        return MethodType if is_method else ForwardOverrides
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # The copy starts without overrides and runs its own weights.
-        module = self._get_module()
-        return ForwardOverrides(memo.get(id(module), module), copy.deepcopy(self.beneath, memo), _Chain())
+        # A hook of another library refers to it. The copy has no overrides and runs its own weights.
+        module = _get_module(self._module)
+        copied = memo.get(id(module), module)
+        return ForwardOverrides(copied, copy.deepcopy(self.beneath, memo), _Chain(copied))
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.beneath is not None:
             return operator.itemgetter(0), ((self.beneath,),)
-        return getattr, (self._get_module(), "forward")  # finds the class's method: pickle restores `__dict__` later
+        return getattr, (
+            _get_module(self._module),
+            "forward",
+        )  # finds the class's method: pickle restores `__dict__` later
 
 
 def set_override(module: torch.nn.Module, slot: Slot, override: Override) -> None:
     """Set a module's override for a slot, replacing any existing one."""
-    chain = _find_chain(module) or _Chain()
+    chain = _find_chain(module) or _Chain(module)
     _install(module, chain)
     chain.change(slot, override)
 
@@ -228,9 +242,12 @@ def run_beneath(module: torch.nn.Module, slot: Slot, args: tuple[Any, ...], kwar
 def _install(module: torch.nn.Module, chain: _Chain) -> None:
     """Set a module's `forward` to a `ForwardOverrides` object that runs the given overrides."""
     forward = vars(module).get("forward")
-    if isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward:
-        forward = None  # a hook or a pickle restored the forward of the class
-    if not isinstance(forward, ForwardOverrides) or forward._module() is not module:
+    if isinstance(forward, ForwardOverrides):
+        if forward._module() is not module:  # copied with the `__dict__` of another module
+            forward = forward.beneath
+    elif isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward:
+        forward = None  # a hook restored the forward of the class
+    if not isinstance(forward, ForwardOverrides):
         forward = vars(module)["forward"] = ForwardOverrides(module, forward, chain)
     forward._chain = chain
     chain.top = weakref.ref(forward)

@@ -13,10 +13,7 @@ _TRAINING = dict.fromkeys(
 )  # fmt: skip
 
 OPEN: dict[str, dict[str, str]] = {
-    "mps": {
-        **_TRAINING,
-        "compiled_by_the_user": "Dynamo compiles the function mode of the workarounds and confuses its functions",
-    },
+    "mps": _TRAINING,
     "neuron": _TRAINING,
 }
 """For each variant, usages with the reason of the difference."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from anyaccel.backends.sheet import Sheet
 from anyaccel.planning import ComponentFacts, PipelineFacts, PlacementOptions
+from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import choose_component_dtypes, choose_dtype, choose_replacements
 from tests.planning.sheets import dtype_limit, operation_limit, real_sheet, without_limits
 
@@ -16,7 +18,9 @@ def facts(*dtypes: str, encoder: str = "", quantized: bool = False) -> PipelineF
         for index, dtype in enumerate(dtypes)
     ]
     if encoder:
-        components.append(ComponentFacts(name="text_encoder", kind="Text", dtype=encoder, parameters=1))
+        components.append(
+            ComponentFacts(name="text_encoder", kind="Text", dtype=encoder, parameters=1, has_own_dtype=True)
+        )
     return PipelineFacts(pipeline="Test", components=tuple(components))
 
 
@@ -38,8 +42,7 @@ def test_loaded_half_precision_is_kept() -> None:
     assert choose_dtype(NO_BF16, facts("bfloat16"), PlacementOptions()).value == "float16"
     assert choose_dtype(without_limits(), facts("float16", encoder="float32"), PlacementOptions()).value == "float16"
     assert choose_dtype(without_limits(), facts("float32", encoder="float16"), PlacementOptions()).value == "bfloat16"
-    mixed = choose_dtype(without_limits(), facts("float16", "bfloat16"), PlacementOptions())
-    assert mixed.value == "bfloat16", "two half-precision dtypes are ambiguous, so the device's preference decides"
+    assert choose_dtype(without_limits(), facts("float16", "bfloat16"), PlacementOptions()).value == "float16"
 
 
 def test_loaded_float32_becomes_the_best_dtype_of_the_device() -> None:
@@ -68,15 +71,36 @@ def test_measured_cost_decides_on_the_cpu(cost: dict[str, float], expected: str)
     assert choose_dtype(without_limits(), facts(), PlacementOptions(dtype="float16"), cost).value == "float16"
 
 
+def component_dtypes(
+    loaded: PipelineFacts, chosen: str, options: PlacementOptions | None = None, sheet: Sheet | None = None
+) -> Decision[tuple[tuple[str, str], ...]]:
+    return choose_component_dtypes(sheet or without_limits(), loaded, chosen, options or PlacementOptions())
+
+
 def test_components_that_keep_their_own_dtype() -> None:
-    assert choose_component_dtypes(facts("float16"), "float16", None).value == ()
-    quantized = choose_component_dtypes(facts("uint8", quantized=True), "bfloat16", None)
+    assert component_dtypes(facts("float16"), "float16").value == ()
+    quantized = component_dtypes(facts("uint8", quantized=True), "bfloat16")
     assert quantized.value == (("unet0", "uint8"),)
     assert "quantized" in quantized.reason
-    wide = choose_component_dtypes(facts("float16", encoder="float32"), "float16", None)
-    assert wide.value == (("text_encoder", "float32"),)
-    assert choose_component_dtypes(facts("float16", encoder="float32"), "float16", "float16").value == ()
-    assert choose_component_dtypes(facts("float32", encoder="float32"), "float32", None).value == ()
+    wide = facts("float16", encoder="float32")
+    assert component_dtypes(wide, "float16").value == (("text_encoder", "float32"),)
+    assert component_dtypes(wide, "float16", PlacementOptions(dtype="float16")).value == ()
+    assert component_dtypes(facts("float32", encoder="float32"), "float32").value == ()
+    assert component_dtypes(facts("float16", "bfloat16"), "float16").value == (("unet1", "bfloat16"),)
+
+
+def test_a_dtype_per_component_is_kept_on_every_device() -> None:
+    loaded, keep = facts("float32", encoder="bfloat16"), PlacementOptions(keep_dtypes=True)
+    assert component_dtypes(loaded, "bfloat16").value == (), "transformers chose the dtype of the encoder"
+    for cost in (None, {"float16": 0.1, "bfloat16": 0.1}):
+        assert choose_dtype(without_limits(), loaded, keep, cost).value == "float32"
+        assert choose_dtype(without_limits(), facts("bfloat16", encoder="float32"), PlacementOptions(), cost).value == (
+            "bfloat16"
+        )
+    assert component_dtypes(loaded, "float32", keep).value == (("text_encoder", "bfloat16"),)
+    replaced = component_dtypes(loaded, "float32", keep, NO_BF16)
+    assert replaced.value == (("text_encoder", "float16"),)
+    assert "text_encoder was loaded in bfloat16, which the device does not support" in replaced.reason
 
 
 def test_replacements_of_missing_dtypes() -> None:

@@ -27,13 +27,15 @@ def choose_dtype(
 ) -> Decision[str]:
     """Return the dtype for the weights.
 
-    A requested dtype comes first, then the half-precision dtype in which the weights were loaded, then
-    the best dtype for the device according to its sheet. If `half_precision_cost` is passed and no
-    dtype is requested, it decides instead: it maps each half-precision dtype to its measured run time
-    relative to float32.
+    A requested dtype comes first, then the dtype in which the denoiser was loaded if the components have
+    different dtypes, then the half-precision dtype in which the weights were loaded, then the best dtype
+    for the device according to its sheet. If `half_precision_cost` is passed and no dtype is requested or
+    kept, it decides instead: it maps each half-precision dtype to its measured run time relative to float32.
     """
     if options.dtype is not None:
         return _with_replacement(sheet, options.dtype, f"{options.dtype} was requested")
+    if _keeps_dtypes(facts, options):
+        return _with_replacement(sheet, facts.main_dtype, f"the weights are loaded in {facts.main_dtype}")
     # The user chose a half precision at load time; float32 is only the default of from_pretrained.
     loaded_half = facts.denoiser_dtypes & set(HALF_PRECISIONS)
     if len(loaded_half) == 1 and not half_precision_cost:
@@ -85,23 +87,37 @@ def _fails(limit: OperationLimit) -> bool:
     return not limit.conditional and limit.effect in ("error", "wrong")
 
 
+def _keeps_dtypes(facts: PipelineFacts, options: PlacementOptions) -> bool:
+    """Return whether the components keep the different dtypes in which they were loaded."""
+    return options.dtype is None and (options.keep_dtypes or facts.has_mixed_dtypes)
+
+
 def choose_component_dtypes(
-    facts: PipelineFacts, chosen: str, requested: str | None
+    sheet: Sheet, facts: PipelineFacts, chosen: str, options: PlacementOptions
 ) -> Decision[tuple[tuple[str, str], ...]]:
     """Return the components that keep a dtype other than the pipeline's, with their dtypes.
 
-    Quantized weights are never cast. A float32 component next to a half-precision denoiser was
-    intentionally loaded in float32. It is not cast either, unless the user requests a dtype.
+    Quantized weights are never cast. Components that the user loaded in different dtypes keep them, unless
+    the user requests a dtype or the device does not support them.
     """
     quantized = {component.name: component.dtype for component in facts.components if component.quantized}
-    wide = {
-        component.name: component.dtype
+    kept = [
+        component
         for component in facts.components
-        if component.dtype == "float32" and requested is None and facts.denoiser_dtypes == {chosen} != {"float32"}
-    }
+        if _keeps_dtypes(facts, options)
+        and component.name not in quantized
+        and (options.keep_dtypes or component.dtype == "float32" or not component.has_own_dtype)
+    ]
+    dtypes = {component.name: sheet.adjusted_dtype(component.dtype) for component in kept}
+    others = {name: dtype for name, dtype in dtypes.items() if dtype != chosen}
     reasons = ["quantized weights are moved, not cast"] * bool(quantized)
-    reasons += [f"loaded in float32, although the denoiser was loaded in {chosen}"] * bool(wide)
-    return Decision(tuple((wide | quantized).items()), "; ".join(reasons) or "all models use the same dtype")
+    reasons += ["the models were loaded in different dtypes"] * bool(others)
+    reasons += [
+        f"{component.name} was loaded in {component.dtype}, which the device does not support"
+        for component in kept
+        if dtypes[component.name] != component.dtype
+    ]
+    return Decision(tuple((others | quantized).items()), "; ".join(reasons) or "all models use the same dtype")
 
 
 def choose_replacements(sheet: Sheet) -> Decision[tuple[tuple[str, str], ...]]:

@@ -27,6 +27,8 @@ class ComponentFacts:
     """The number of 2D and 3D convolutions."""
     quantized: bool = False
     """Whether its weights are quantized: it can be moved but not cast."""
+    has_own_dtype: bool = False
+    """Whether it may have been loaded in the dtype of its own config, as transformers does by default."""
     splits: tuple[str, ...] = ()
     """The parallel plans that diffusers has for it: `context`, `tensor`."""
     heads: int = 0
@@ -49,6 +51,20 @@ class PipelineFacts:
         # Not the text encoders: transformers loads them in the dtype of their own config, which nobody chose.
         denoisers = [component for component in self.components if component.denoises]
         return frozenset(component.dtype for component in denoisers or self.components)
+
+    @property
+    def main_dtype(self) -> str:
+        """The dtype in which the first denoiser was loaded, or the first component if there is no denoiser."""
+        denoisers = [component for component in self.components if component.denoises]
+        return next((component.dtype for component in denoisers or self.components), "float32")
+
+    @property
+    def has_mixed_dtypes(self) -> bool:
+        """Whether the user loaded the components in different dtypes."""
+        chosen = [component for component in self.components if not component.quantized]
+        # float32 is the default of a component without a dtype of its own, so a half precision was chosen by somebody.
+        dtypes = {c.dtype for c in chosen if c.dtype == "float32" or not c.has_own_dtype}
+        return len(dtypes) > 1
 
     @property
     def denoisers(self) -> tuple[str, ...]:

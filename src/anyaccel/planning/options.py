@@ -33,6 +33,9 @@ class PlacementOptions:
 
     dtype: str | None = None
     """The dtype to run in, such as `bfloat16`; None for the best dtype of the device."""
+    keep_dtypes: bool = False
+    """Whether each model keeps the dtype in which it was loaded, as with `from_pretrained(dtype={…})`, if no dtype is
+    requested."""
     smallest_dtype: str | None = None
     """The dtype to fall back to if a call does not fit otherwise, such as `bfloat16`; None for no fallback."""
     attention_slicing: str | int | None = None

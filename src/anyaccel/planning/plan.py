@@ -138,7 +138,7 @@ def make_plan(
         virtual=virtual,
         mode=choose_mode(sheet, options, environment or {}),
         dtype=dtype,
-        component_dtypes=choose_component_dtypes(facts, dtype.value, options.dtype),
+        component_dtypes=choose_component_dtypes(sheet, facts, dtype.value, options),
         replacements=replacements,
         noise=choose_noise(sheet),
         scheduler=choose_scheduler_location(sheet, options),

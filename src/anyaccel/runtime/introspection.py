@@ -12,6 +12,7 @@ from anyaccel.planning.facts import ComponentFacts, PipelineFacts
 from anyaccel.runtime.placement_state import Placement, find_placement
 from anyaccel.upstream.diffusers_internals import read_parallel_plan, read_repeated_blocks
 from anyaccel.upstream.torch_compile_internals import unwrap_compiled
+from anyaccel.upstream.transformers_internals import is_transformers_model
 
 __all__ = ["find_components", "find_denoisers", "find_models", "plain_class", "read_facts"]
 
@@ -74,6 +75,7 @@ def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> C
         convolutions=sum(isinstance(layer, torch.nn.Conv2d) for layer in layers),
         # diffusers models have is_quantized, transformers models have hf_quantizer.
         quantized=bool(getattr(plain, "is_quantized", False) or getattr(plain, "hf_quantizer", None)),
+        has_own_dtype=is_transformers_model(plain),
         splits=_find_splits(plain),
         heads=_count_heads(plain),
         sharded=_count_sharded(plain),

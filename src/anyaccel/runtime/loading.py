@@ -61,7 +61,7 @@ def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], PlacementOpt
         # The default of diffusers is to fall back to pickles, which can run code.
         options["use_safetensors"] = True
     chosen = str(requested).removeprefix("torch.") if isinstance(requested, torch.dtype) else None
-    return options, PlacementOptions(dtype=chosen)
+    return options, PlacementOptions(dtype=chosen, keep_dtypes=isinstance(requested, dict))
 
 
 def _find_single_file_loader(kind: Any, options: dict[str, Any]) -> Callable[..., Any]:

@@ -7,13 +7,14 @@ import functools
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, overload
 
 import diffusers
 import torch
 
+from anyaccel.backends.device_type_checks import is_host
 from anyaccel.errors import UsageError
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.memory import Residence
@@ -331,13 +332,18 @@ def _ignoring_to() -> Iterator[None]:
 def _with_weights(kind: Any, name: str) -> Any:
     """Wrap a method that reads or changes weights, so offloaded weights are on the CPU during the call.
 
-    The wrapper raises `UsageError` if a model is quantized.
+    New layers are initialized with random numbers of the CPU, as in a call. The wrapper raises
+    `UsageError` if a model is quantized.
     """
 
     @functools.wraps(getattr(kind, name))
     def call_with_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
         check_not_quantized(self, name)
-        with weights_on_cpu(self):
+        placement = find_placement(self)
+        with ExitStack() as stack:
+            stack.enter_context(weights_on_cpu(self))
+            if name != "save_pretrained" and placement is not None and not is_host(placement.device):
+                stack.enter_context(make_pipeline_function_mode(placement.plan, placement.device))
             # Looked up at every call, as in `_wrap_call`.
             return getattr(kind, name)(self, *args, **kwargs)
 

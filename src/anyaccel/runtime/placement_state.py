@@ -79,6 +79,8 @@ class Placement:
     """The placed models by name. A model that the user replaces is placed before the next call."""
     vae_in_parts: bool = False
     """Whether slicing and tiling of the VAE are enabled."""
+    tiling_was_reported: bool = False
+    """Whether a call has warned that VAE tiling changes its images."""
     weights_rule: Decision[MemoryRule] = NO_MEMORY
     """The memory rule before the first call, when no image size is known."""
     shared: bool = False

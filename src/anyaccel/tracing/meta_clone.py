@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from anyaccel.forward_overrides import OVERRIDES_KEY
 from anyaccel.tracing.meta_module import MetaRunner, to_meta_module
 from anyaccel.upstream.accelerate_internals import HOOK_ATTRIBUTES
 from anyaccel.upstream.diffusers_internals import HOOK_ATTRIBUTE, PIPELINE_HOOKS
@@ -18,7 +19,7 @@ from anyaccel.upstream.transformers_internals import OUTPUT_HOOKS_ATTRIBUTE
 __all__ = ["clone_pipeline"]
 
 # Attributes that offloading and `anyaccel.place` add to a model.
-_ADDED = (*HOOK_ATTRIBUTES, HOOK_ATTRIBUTE, "_anyaccel_overrides", "forward")
+_ADDED = (*HOOK_ATTRIBUTES, HOOK_ATTRIBUTE, OVERRIDES_KEY, "forward")
 
 
 def clone_pipeline(pipe: Any, kind: Any, runner: MetaRunner) -> Any:
@@ -67,7 +68,9 @@ def copy_without_weights(model: torch.nn.Module) -> torch.nn.Module:
         computed = [value for value in vars(module).values() if isinstance(value, torch.Tensor) and not value.is_leaf]
         memo |= {id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in computed}
         memo |= {id(vars(module)[name]): OrderedDict() for name in MODULE_HOOKS if name in vars(module)}
-        memo |= {id(vars(module)[name]): None for name in _ADDED if vars(module).get(name) is not None}
+        added = [vars(module).get(name) for name in _ADDED]
+        added.append(getattr(vars(module).get("forward"), "beneath", None))  # copied instead of the overrides
+        memo |= {id(value): None for value in added if value is not None}
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
         for name in (*_ADDED, OUTPUT_HOOKS_ATTRIBUTE):

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import torch
+
 __all__ = ["PipelineHooks", "install_pipeline_hooks", "is_created_by_pipeline", "list_calls", "remove_pipeline_hooks"]
 
 _VAR_KEYWORDS = 0x08  # inspect.CO_VARKEYWORDS
@@ -25,7 +27,10 @@ class PipelineHooks:
     """Functions that the hooks call."""
 
     on_components: Callable[[Any, dict[str, Any]], None]
-    """Called with a pipeline and the components that were registered with it, usually in its `__init__`."""
+    """Called with a pipeline and the components that were registered with it, usually in its `__init__`.
+
+    Also called with a model that replaces a component.
+    """
     from_pipe: Callable[[Any, Any, Any, dict[str, Any]], Any]
     """Called instead of `from_pipe` with the original method, the class, the pipeline and the keyword arguments."""
     on_progress_bar: Callable[[], None]
@@ -44,6 +49,7 @@ def install_pipeline_hooks(hooks: PipelineHooks) -> None:
 
     # pipelines/pipeline_utils.py: every pipeline calls `register_modules` in `__init__`.
     _wrap(diffusers.DiffusionPipeline, "register_modules", lambda before: _wrap_registration(before, hooks))
+    _wrap(diffusers.DiffusionPipeline, "__setattr__", lambda before: _wrap_assignment(before, hooks))
     _wrap(diffusers.DiffusionPipeline, "progress_bar", lambda before: _wrap_progress_bar(before, hooks))
     _wrap(diffusers.DiffusionPipeline, "from_pipe", lambda before: _wrap_from_pipe(before, hooks))
     # pipelines/auto_pipeline.py
@@ -82,6 +88,16 @@ def _wrap_registration(before: Callable[..., Any], hooks: PipelineHooks) -> Call
         return result
 
     return register
+
+
+def _wrap_assignment(before: Callable[..., Any], hooks: PipelineHooks) -> Callable[..., Any]:
+    def assign(self: Any, name: str, value: Any) -> None:
+        replaces = isinstance(value, torch.nn.Module) and name in vars(self)
+        before(self, name, value)
+        if replaces:
+            hooks.on_components(self, {name: value})
+
+    return assign
 
 
 def _wrap_from_pipe(before: Callable[..., Any], hooks: PipelineHooks) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ __all__ = [
     "CACHE_LOGGER",
     "GRAPH_BREAK_LOGGER",
     "draw_like_eager",
+    "find_compiled_call",
     "find_compiler",
     "find_inductor_cache",
     "is_compiled",
@@ -94,6 +95,11 @@ def remove_compiled_call(module: Any) -> Any:
     See `_compiled_call_impl` in nn/modules/module.py.
     """
     return vars(module).pop("_compiled_call_impl", None)  # the class attribute is None
+
+
+def find_compiled_call(module: Any) -> Any:
+    """Return the compiled call of a module on which `Module.compile()` was called, or None."""
+    return vars(module).get("_compiled_call_impl")
 
 
 def restore_compiled_call(layer: Any, compiled: Any) -> None:

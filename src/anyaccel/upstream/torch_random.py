@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["BY_SHAPE", "FROM_VALUES", "INTEGERS", "IN_PLACE", "LIKE", "RANDOM_FUNCTIONS"]
+__all__ = ["BY_SHAPE", "FROM_VALUES", "INITIALIZERS", "INTEGERS", "IN_PLACE", "LIKE", "RANDOM_FUNCTIONS"]
 
 BY_SHAPE = (torch.randn, torch.rand)
 LIKE = {torch.randn_like: torch.randn, torch.rand_like: torch.rand}
@@ -14,5 +14,7 @@ IN_PLACE = (
     Tensor.normal_, Tensor.uniform_, Tensor.random_, Tensor.exponential_, Tensor.bernoulli_, Tensor.cauchy_,
     Tensor.log_normal_, Tensor.geometric_,
 )  # fmt: skip
+# A function mode receives these instead of the methods above; the other functions of `torch.nn.init` call the methods.
+INITIALIZERS = (torch.nn.init.uniform_, torch.nn.init.normal_, torch.nn.init.kaiming_uniform_)
 FROM_VALUES = (torch.multinomial, Tensor.multinomial, torch.bernoulli, Tensor.bernoulli, torch.normal, torch.poisson)
-RANDOM_FUNCTIONS = frozenset((*BY_SHAPE, *LIKE, *INTEGERS, *IN_PLACE, *FROM_VALUES))
+RANDOM_FUNCTIONS = frozenset((*BY_SHAPE, *LIKE, *INTEGERS, *IN_PLACE, *INITIALIZERS, *FROM_VALUES))

@@ -249,3 +249,15 @@ def lora_trained(session: Session) -> Any:
     loss.backward()
     optimizer.step()
     return {"before": first, "loss": float(loss), "trained": len(weights), "after": session.run(pipe)}
+
+
+@usage(GROUP)
+def textual_inversion_before_a_call_without_generator(session: Session) -> Any:
+    """`load_textual_inversion` and `fuse_qkv_projections`, which draw random numbers, and calls without a generator."""
+    pipe = session.make()
+    torch.manual_seed(0)
+    embedding = torch.full((pipe.text_encoder.config.hidden_size,), 0.1)
+    pipe.load_textual_inversion({"<new>": embedding}, token="<new>")
+    first = session.run(pipe, generator=None)
+    pipe.fuse_qkv_projections()
+    return {"loaded": first, "fused": session.run(pipe, generator=None)}

@@ -105,6 +105,29 @@ def deepcopy_of_a_model(session: Session) -> Any:
         return model(latents, 10, encoder_hidden_states=states).sample
 
 
+@usage(BUILD)
+def placed_model_assigned_to_another_pipeline(session: Session) -> Any:
+    """`other.unet = pipe.unet`, where only `pipe` was placed."""
+    pipe, other = session.make(), session.make(place=False)
+    pipe.unet.conv_in.weight.data.mul_(1.5)
+    first = session.run(pipe)
+    other.unet = pipe.unet
+    return {"first": first, "other": session.run(other), "again": session.run(pipe)}
+
+
+@usage(BUILD)
+def shallow_copy_of_a_model(session: Session) -> Any:
+    """`copy.copy` of a placed model with one replaced layer; the original is released."""
+    pipe = session.make()
+    first = session.run(pipe)
+    unet = copy.copy(pipe.unet)
+    unet._modules = dict(unet._modules)
+    unet.conv_in = copy.deepcopy(unet.conv_in)
+    unet.conv_in.weight.data.mul_(2)
+    pipe.unet = unet
+    return {"first": first, "copy": session.run(pipe)}
+
+
 @usage(BUILD, skip={"mps": "a virtual tensor cannot be pickled", "neuron": "a virtual tensor cannot be pickled"})
 def pickled_model(session: Session) -> Any:
     """`pickle` of a placed model."""

@@ -201,3 +201,20 @@ def callback_stops_with_an_exception(session: Session) -> Any:
     with contextlib.suppress(StoppedError):
         session.run(pipe, callback_on_step_end=callback, num_inference_steps=5)
     return {"kept": torch.stack(kept), "next": session.run(pipe)}
+
+
+@usage(GROUP, skip={"served": "the default device applies to one thread"})
+def callback_sets_the_default_device(session: Session) -> Any:
+    """A callback that calls `torch.set_default_device`; it stays in effect after the call."""
+
+    def callback(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        torch.set_default_device("meta" if step == 1 else None)
+        return {}
+
+    pipe = session.make()
+    try:
+        session.run(pipe, callback_on_step_end=callback, output_type="latent")
+        devices = [str(torch.get_default_device()), str(torch.zeros(1).device)]
+    finally:
+        torch.set_default_device(None)
+    return {"devices": devices, "after": session.run(pipe)}

@@ -137,3 +137,16 @@ def call_under_autocast(session: Session) -> Any:
     with torch.autocast(session.device, dtype=torch.bfloat16):
         second = session.run(pipe)
     return {"before": first, "inside": second, "after": session.run(pipe)}
+
+
+@usage(GROUP, skip=dict.fromkeys(("mps", "neuron"), "autocast is a feature of the real device"))
+def accelerate_prepared_and_unwrapped(session: Session) -> Any:
+    """`accelerator.prepare(unet)` with mixed precision, a call, then `unwrap_model(keep_fp32_wrapper=False)`."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=session.device == "cpu", mixed_precision="bf16")
+    pipe = session.make()
+    pipe.unet = accelerator.prepare(pipe.unet)
+    first = session.run(pipe)
+    pipe.unet = accelerator.unwrap_model(pipe.unet, keep_fp32_wrapper=False)
+    return {"prepared": first, "unwrapped": session.run(pipe)}

@@ -300,3 +300,50 @@ def randn_tensor_patched(session: Session) -> Any:
         return twice(session, edit)
     finally:
         module.randn_tensor = original
+
+
+def by_timestep(name: str, document: str, edit: Any) -> None:
+    """Register a usage that replaces code which reads the timestep."""
+
+    def run(session: Session) -> Any:
+        torch.manual_seed(0)
+        return twice(session, edit)
+
+    run.__name__, run.__doc__ = name, document
+    usage(GROUP)(run)
+
+
+class TimeTable(torch.nn.Module):
+    """Learned embeddings of timesteps."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(1001, width)
+
+    def forward(self, timestep: Any) -> Any:
+        """Look up a timestep."""
+        return self.table(timestep)
+
+
+def embed_timesteps(pipe: Any) -> None:
+    """Replace the time embedding."""
+    pipe.unet.time_proj = TimeTable(pipe.unet.time_proj.num_channels).to(pipe.device)
+
+
+def weight_by_index(pipe: Any) -> None:
+    """Scale the input by a weight that the timestep selects."""
+    forward, weights = pipe.unet.forward, torch.linspace(1, 2, 1001)
+    pipe.unet.forward = lambda x, t, *args, **kwargs: forward(x * weights.to(x.device)[t], t, *args, **kwargs)
+
+
+def weight_by_text(pipe: Any) -> None:
+    """Scale the input by a weight with the timestep as text."""
+    forward, weights = pipe.unet.forward, {"501": 3.0, "1": 2.0}
+    pipe.unet.forward = lambda x, t, *args, **kwargs: forward(x * weights.get(str(t.item()), 1.0), t, *args, **kwargs)
+
+
+by_timestep("timesteps_embedded_by_a_table", "`unet.time_proj` replaced by a learned embedding.", embed_timesteps)
+by_timestep(
+    "forward_indexes_with_the_timestep", "A replaced `forward` that indexes with the timestep.", weight_by_index
+)
+by_timestep("forward_reads_the_timestep_as_text", "A replaced `forward` that looks up `str(t.item())`.", weight_by_text)

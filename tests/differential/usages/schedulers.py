@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -153,3 +154,28 @@ def scheduler_inspected_after_a_call(session: Session) -> Any:
         "sigmas": torch.as_tensor(pipe.scheduler.sigmas).cpu(),
         "index": pipe.scheduler.step_index,
     }
+
+
+def look_ahead(kind: str) -> Any:
+    """Return a usage in which a callback steps with a shallow copy of the scheduler."""
+
+    def run(session: Session) -> Any:
+        def callback(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+            if step == 0:
+                latents, scheduler = values["latents"], copy.copy(pipe.scheduler)
+                ahead.append(scheduler.step(latents * 0.1, scheduler.timesteps[1], latents)[0].cpu())
+            return {}
+
+        ahead: list[Any] = []
+        pipe = session.make()
+        pipe.scheduler = getattr(diffusers, kind).from_config(pipe.scheduler.config)
+        result = session.run(pipe, num_inference_steps=4, callback_on_step_end=callback)
+        return {"image": result, "ahead": ahead[0]}
+
+    run.__name__ = f"callback_copies_{kind}"
+    run.__doc__ = f"A callback that calls `copy.copy(pipe.scheduler).step` with a {kind}."
+    return run
+
+
+for scheduler in ("LCMScheduler", "UniPCMultistepScheduler", "EulerDiscreteScheduler"):
+    usage(GROUP)(look_ahead(scheduler))

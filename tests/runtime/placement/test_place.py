@@ -1,6 +1,7 @@
 """`pipe.to(…)`: the device, the environment variables of the vendor, and the plan."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,30 @@ def test_a_number_after_a_virtual_device_is_an_index() -> None:
     with pytest.raises(UsageError, match=r"index 3 in .* is out of range: the device count is 1") as caught:
         make("virtual:neuron:3")
     assert caught.value.hint == "use virtual:neuron,count=3 to create 3 devices, then select the last one with neuron:2"
+
+
+def read_dtypes(pipe: Any) -> dict[str, str]:
+    names = ("unet", "vae", "text_encoder")
+    return {name: str(getattr(pipe, name).dtype).removeprefix("torch.") for name in names}
+
+
+def test_models_loaded_in_different_dtypes_keep_them(tmp_path: Path) -> None:
+    make().save_pretrained(tmp_path)
+    for dtypes in ({"unet": torch.bfloat16}, {"text_encoder": torch.bfloat16}):
+        expected = {"unet": "float32", "vae": "float32", "text_encoder": "float32", next(iter(dtypes)): "bfloat16"}
+        load = {**dtypes, "default": torch.float32}
+        pipe = anyaccel.DiffusionPipeline.from_pretrained(tmp_path, dtype=load).to("cpu")
+        assert read_dtypes(pipe) == expected
+        assert run_forked("neuron", lambda _, pipe=pipe: read_dtypes(pipe.to("neuron"))) == expected  # type: ignore[misc]
+        assert set(read_dtypes(pipe.to("cpu", dtype="float32")).values()) == {"float32"}
+    by_hand = make()
+    by_hand.vae.to(torch.bfloat16)
+    assert read_dtypes(anyaccel.place(by_hand, "cpu")) == {
+        "unet": "float32",
+        "vae": "bfloat16",
+        "text_encoder": "float32",
+    }
+    assert "different dtypes" in str(by_hand.plan)
 
 
 def test_generate_opens_its_device_once(monkeypatch: pytest.MonkeyPatch) -> None:

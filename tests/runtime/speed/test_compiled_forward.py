@@ -142,6 +142,40 @@ def test_code_patched_after_compilation_runs(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @torch.no_grad()
+def test_code_patched_during_a_call_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    compile_forward(model, "model", {"backend": "eager"})
+    compiled = find_compiled(model)
+    assert compiled is not None
+    compiled.begin_call(every_forward=True)
+    model(torch.ones(2, 3))
+    assert compiled.failure == ""
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, sample: sample + 100)
+    assert model(torch.ones(2, 3)).min() > 50
+    assert "patched" in compiled.failure
+
+
+def test_a_callback_can_patch_functions_of_a_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipes()["stable-diffusion"]
+    silu = torch.nn.functional.silu
+
+    def patch(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        monkeypatch.setattr(torch.nn.functional, "silu", lambda x, inplace=False: silu(x) * 0.7)
+        return {}
+
+    def call(pipe: Any) -> Any:
+        try:
+            return pipe(**recipe.call(), callback_on_step_end=patch).images
+        finally:
+            monkeypatch.undo()
+
+    expected = call(recipe.make())
+    placed = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=False)
+    compile_forward(placed.unet, "unet", {"backend": "eager"})
+    assert numpy.abs(call(placed) - expected).max() < 1e-4
+
+
+@torch.no_grad()
 def test_patched_torch_function_runs_until_it_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     class Doubles(torch.nn.Module):
         def forward(self, sample: torch.Tensor) -> torch.Tensor:

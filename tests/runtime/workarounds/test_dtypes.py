@@ -14,6 +14,7 @@ import anyaccel
 from anyaccel.backends.device import open_device
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
+from anyaccel.errors import UsageError
 from anyaccel.forward_overrides import Slot, set_override
 from anyaccel.planning import PipelineFacts, PlacementOptions, Plan, make_plan
 from anyaccel.recipes import recipes, run
@@ -24,6 +25,7 @@ from anyaccel.runtime.workarounds.function_modes import (
     make_model_function_mode,
     make_pipeline_function_mode,
 )
+from anyaccel.runtime.workarounds.host_transfer import HostTransfer
 from tests.conftest import NEEDS_RECIPES
 from tests.emulator.forked import DEVICES
 
@@ -193,6 +195,23 @@ def test_dtypes_are_replaced_without_the_emulator(default: bool) -> None:
             assert torch.as_tensor(on, dtype=FLOAT64).dtype is torch.float32
     finally:
         torch.set_default_device(None)
+
+
+def test_integers_that_do_not_fit_are_rejected() -> None:
+    """`aminmax` and not a wrapped value: 2**40 would become 0."""
+    meta = torch.device("meta")
+    mode = ModelFunctionMode(make_handlers(meta, {INT64: torch.int32}, {}))
+    large = torch.tensor([2**40])
+    programs: tuple[Any, ...] = (
+        lambda: torch.tensor([0, 2**40], device=meta), lambda: large.to(meta), lambda: (-large).to("meta", INT64),
+        lambda: torch.as_tensor(large, device=meta), lambda: HostTransfer(meta, {INT64: torch.int32}).to_device(large),
+    )  # fmt: skip
+    for program in programs:
+        with mode, pytest.raises(UsageError, match="does not fit in int32"):
+            program()
+    with mode:
+        assert torch.tensor([2**31 - 1, -(2**31)], device=meta).dtype == torch.int32
+        assert torch.zeros(0, dtype=INT64).to(meta).dtype == torch.int32
 
 
 def test_parse_to_arguments_accepts_every_signature() -> None:

@@ -82,6 +82,23 @@ def test_deep_copies_have_no_wrappers() -> None:
     assert calls == [scheduler]
 
 
+def test_shallow_copies_have_no_wrappers_and_their_own_state() -> None:
+    make: Any = diffusers.EulerDiscreteScheduler
+    scheduler, calls = make(), list[Any]()
+    scheduler.set_timesteps(4)
+    with (
+        override_method(scheduler, "step", record(calls), in_deep_copies=True),
+        override_method(scheduler, "scale_model_input", record(calls)),
+    ):
+        copied = copy.copy(scheduler)
+        step(copied)
+        assert (copied.step_index, scheduler.step_index) == (1, None)
+        step(copy.deepcopy(copied))
+        assert (copied.step_index, calls) == (1, [])
+    assert not {"step", "scale_model_input", "__getstate__"} & vars(scheduler).keys()
+    assert copy.copy(scheduler).__dict__.keys() == vars(scheduler).keys()
+
+
 def test_wrappers_in_deep_copies_get_the_copy() -> None:
     scheduler, calls = make_scheduler(), list[Any]()
     with (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -48,6 +49,7 @@ from anyaccel.upstream.torch_internals import read_hook_tables
 __all__ = ["run_call"]
 
 Call = Callable[..., Any]
+_LOG = logging.getLogger("anyaccel")
 
 
 def run_call(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -122,6 +124,7 @@ def _run_request(pipe: Any, placement: Placement, call: Call, args: tuple[Any, .
             placement.progress.close()
         placement.progress = None
         _set_idle(pipe, placement)
+    _warn_tiling(placement)
     result = join_results(results)
     if placement.plan.check_finite.value:
         warn_safety_checker(result)
@@ -172,6 +175,19 @@ def _set_idle(pipe: Any, placement: Placement) -> None:
     placement.running = False
     if current is not None and current is not placement:
         current.running, current.progress = False, None
+
+
+def _warn_tiling(placement: Placement) -> None:
+    """Warn once if memory is too small to decode images as a whole: tiling changes them, also with `speed="exact"`."""
+    if not placement.vae_in_parts or placement.options.vae_tiling is not None or placement.tiling_was_reported:
+        return
+    placement.tiling_was_reported = True
+    _LOG.warning(
+        "anyaccel: the VAE processes large images in tiles, which changes them slightly, because the memory of %s is "
+        "too small (%s); pass vae_tiling=True to accept this or vae_tiling=False to prevent it, or reduce the size",
+        placement.plan.device,
+        placement.memory_rule.reason,
+    )
 
 
 def _attach_plan(result: Any, placement: Placement, request: CallRequest) -> None:

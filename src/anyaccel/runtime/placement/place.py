@@ -276,9 +276,12 @@ def _cast(pipe: Any, placement: Placement, target: torch.device, move: Any) -> N
             _cast_denoisers(pipe, plan, dtype)
             split_models(pipe, placement)
         move(target, None if exceptions else dtype)
-        for name, component in find_components(pipe).items() if exceptions else ():
-            if isinstance(component, torch.nn.Module) and name not in exceptions:
-                component.to(dtype)
+        for name, component in find_models(pipe).items() if exceptions else ():
+            wanted = getattr(torch, exceptions[name]) if name in exceptions else dtype
+            # Some modules of a model that keeps its dtype may have another one. Quantized weights are never cast.
+            floating = (weight.dtype for weight in component.parameters() if weight.is_floating_point())
+            if name not in exceptions or (wanted.is_floating_point and next(floating, wanted) != wanted):
+                component.to(wanted)
         restore_float32_modules(pipe, plan)
         if plan.parallel.value is not None:
             split_models(pipe, placement)

@@ -70,7 +70,7 @@ def apply_speedups(pipe: Any, placement: Placement, request: CallRequest) -> Ite
     # Quantize before compiling: compiled code would still hold the old layers.
     quantize_denoisers(pipe, placement)
     _compile(pipe, placement, speed)
-    _check_compiled(placement)
+    _check_compiled(placement, request)
     if placement.plan.capture.value:
         _set_capture(pipe, placement, speed)
     is_new_shape = speed.compiled and bucket_of(request) not in speed.shapes
@@ -189,12 +189,16 @@ def _are_compiled(placement: Placement, names: tuple[str, ...]) -> bool:
     return all(find_compiled(modules[name]) is not None for name in names if name in modules)
 
 
-def _check_compiled(placement: Placement) -> None:
-    """Switch compiled modules to eager mode if they have changed since compilation."""
+def _check_compiled(placement: Placement, request: CallRequest) -> None:
+    """Switch compiled modules to eager mode if they have changed since compilation.
+
+    A callback can change them during the call.
+    """
+    has_callback = any("callback" in name and callable(value) for name, value in request.arguments.items())
     for _, module in _list_compilable(placement):
         compiled = find_compiled(module)
         if compiled is not None:
-            compiled.begin_call()
+            compiled.begin_call(every_forward=has_callback)
 
 
 def _list_compilable(placement: Placement) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -53,14 +53,22 @@ class CompiledForward:
         self._torch_code = PatchedCode(torch.nn.Module(), torch, torch.Tensor)
         self._is_torch_patched = False
         self._hooks = LayerHooks(module)
+        self._checks_every_forward = False
 
-    def begin_call(self) -> None:
+    def begin_call(self, *, every_forward: bool = False) -> None:
         """Fall back to eager mode if the module has changed since compilation.
 
-        The runtime calls this method at the start of each pipeline call.
+        The runtime calls this method at the start of each pipeline call. With `every_forward`, the check is
+        repeated before each forward of this call, because a callback may change the module.
         """
+        # Not always: for the UNet of SDXL, the check takes some milliseconds.
+        self._checks_every_forward = every_forward
         module = self._module()
-        if self.failure or module is None:
+        if module is not None:
+            self._check(module)
+
+    def _check(self, module: torch.nn.Module) -> None:
+        if self.failure:
             return
         if not self._hooks.covers_all_layers():
             self._hooks = LayerHooks(module)
@@ -77,6 +85,8 @@ class CompiledForward:
     def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the compiled code; if it fails, run eagerly in this and all later calls."""
         module = self._module()
+        if self._checks_every_forward and module is not None:
+            self._check(module)
         # With gradients, a second graph would be compiled for autograd, for a few calls at most (attend-and-excite).
         if self.failure or module is None or torch.is_grad_enabled():
             return forward(*args, **kwargs)

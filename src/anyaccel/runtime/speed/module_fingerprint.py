@@ -159,7 +159,7 @@ def find_custom_code(module: torch.nn.Module) -> str:
                 return f"a patched {cls.__name__}.{name}"
     for layer in module.modules():
         for name, value in vars(layer).items():
-            if not callable(value) or isinstance(value, torch.nn.Module | ForwardOverrides):
+            if not callable(value) or isinstance(value, torch.nn.Module | ForwardOverrides) or name == OVERRIDES_KEY:
                 continue
             if callable(getattr(type(layer), name, None)) and not _is_trusted(_find_source(value)):
                 return f"a replaced {name} of {type(layer).__name__}"

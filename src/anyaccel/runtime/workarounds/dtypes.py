@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.device_type_checks import is_on
+from anyaccel.backends.device_type_checks import is_host, is_on
+from anyaccel.errors import UsageError
 
 __all__ = [
     "DATA_CONSTRUCTORS",
+    "cast_checked",
     "find_target_device",
     "make_handlers",
     "normalize_new_tensor",
@@ -68,7 +70,22 @@ def make_handlers(
 def replace_dtype(tensor: Tensor, replacements: dict[torch.dtype, torch.dtype]) -> Tensor:
     """Cast a tensor to the replacement for its dtype, if there is one."""
     replacement = replacements.get(tensor.dtype)
-    return tensor if replacement is None else tensor.to(replacement)
+    return tensor if replacement is None else cast_checked(tensor, replacement)
+
+
+def cast_checked(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast a tensor; raise `UsageError` if it is a CPU tensor of integers that do not fit in the new dtype."""
+    # Only on the CPU: reading values on a device would synchronize with it.
+    if tensor.dtype == torch.int64 and not dtype.is_floating_point and is_host(tensor.device) and tensor.numel():
+        limits, (smallest, largest) = torch.iinfo(dtype), torch.aminmax(tensor)
+        if smallest < limits.min or largest > limits.max:
+            value = int(largest if largest > limits.max else smallest)
+            name = str(dtype).removeprefix("torch.")
+            raise UsageError(
+                f"the int64 value {value} does not fit in {name}, which the device uses instead of int64",
+                hint="compute with such values on the CPU",
+            )
+    return tensor.to(dtype)
 
 
 class _DtypeReplacer:
@@ -149,7 +166,7 @@ class _DtypeReplacer:
         if is_on(tensor.device, self.device_type):
             return func(tensor, dtype=replacement, **options)
         # In two steps: the device must never receive the unsupported dtype.
-        return func(func(tensor, dtype=replacement), device=device, **options)
+        return func(cast_checked(tensor.to(dtype), replacement), device=device, **options)
 
     def cast(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `tensor.double()` or `tensor.long()`, casting to the replacement dtype if there is one."""

@@ -276,9 +276,10 @@ def has_foreign_modes() -> bool:
 
 @contextmanager
 def preserve_function_modes() -> Iterator[None]:
-    """Restore the stack of function modes after the `with` block.
+    """Restore anyaccel's modes on the stack of function modes after the `with` block.
 
     Ctrl-C can arrive between the push and the pop of a mode, which would leave the mode active permanently.
+    Modes that code inside the block has added or removed stay so, such as that of `torch.set_default_device`.
     """
     before = read_function_modes()
     try:
@@ -288,8 +289,23 @@ def preserve_function_modes() -> Iterator[None]:
         if [id(mode) for mode in now] != [id(mode) for mode in before]:
             for _ in now:
                 pop_function_mode()
-            for mode in before:
+            for mode in _restore_own_modes(before, now):
                 push_function_mode(mode)
+
+
+def _restore_own_modes(before: list[Any], now: list[Any]) -> list[Any]:
+    """Return the stack of modes with anyaccel's modes as before and the other modes as they are now."""
+    own = (PipelineFunctionMode, ModelFunctionMode)
+    stack = [mode for mode in before if isinstance(mode, own) or mode in now]
+    added = [mode for mode in now if not isinstance(mode, own) and mode not in before]
+    # The modes at the top belong to the running call, which removes them when it ends.
+    top = len(stack)
+    while top and isinstance(stack[top - 1], own):
+        top -= 1
+    # torch inserts the mode of a default device at the bottom.
+    devices = [mode for mode in added if isinstance(mode, DeviceContext)]
+    others = [mode for mode in added if not isinstance(mode, DeviceContext)]
+    return [*devices, *stack[:top], *others, *stack[top:]]
 
 
 def exit_model_mode(pipeline_modes: list[PipelineFunctionMode], model_mode: ModelFunctionMode | None) -> None:

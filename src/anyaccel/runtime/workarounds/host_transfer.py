@@ -9,6 +9,7 @@ import torch
 
 from anyaccel.backends.device_type_checks import is_host, is_on
 from anyaccel.runtime.workarounds.complex_pairs import make_complex_pair
+from anyaccel.runtime.workarounds.dtypes import cast_checked
 from anyaccel.runtime.workarounds.scheduler_tensors_on_cpu import CpuTensors
 
 __all__ = ["CopyFunction", "HostTransfer", "copy_or_fill"]
@@ -109,7 +110,7 @@ class HostTransfer:
             return make_complex_pair(tensor, self.device)
         replacement = self.replacements.get(tensor.dtype)
         if replacement is not None:
-            tensor = tensor.to(replacement)
+            tensor = cast_checked(tensor, replacement)
         if tensor.dim() == 0:
             # torch accepts 0-dim CPU tensors next to device tensors, but MPS reads the wrong element of a view such
             # as sigmas[3]: https://github.com/pytorch/pytorch/issues/187117 (torch 2.12 and 2.13).

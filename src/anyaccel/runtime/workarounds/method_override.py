@@ -2,25 +2,28 @@
 
 An override is a callable in the scheduler's `__dict__` that runs a list of wrappers around the
 original method. It has the signature of the method, because pipelines inspect that signature for
-`generator` and `eta`. The scheduler's class does not change, because pipelines check it.
-
-Known limitation: `copy.copy` of a scheduler shares its `__dict__` values, so calling `step` on a
-shallow copy made during a call advances the original. Diffusers pipelines use `copy.deepcopy`.
+`generator` and `eta`. The scheduler's class does not change, because pipelines check it. Copies of
+the scheduler have the original methods; deep copies can keep some wrappers.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import operator
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from anyaccel.copied_state import STATE_KEY, replace_state_entries
+
 __all__ = ["MethodOverride", "MethodWrapper", "override_method"]
 
 # Runs instead of a method: gets the scheduler, the next callable, and the arguments.
 MethodWrapper = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+# An attribute of copies, which adds wrappers to deep copies.
+_COPIED_KEY = "_anyaccel_copied_overrides"
 
 
 @contextmanager
@@ -29,11 +32,14 @@ def override_method(
 ) -> Iterator[None]:
     """Wrap a scheduler method inside the `with` block; the wrapper added last is the outermost.
 
-    Deep copies made inside the block have the original method, unless `in_deep_copies` is set.
+    Copies made inside the block have the original method; deep copies have the wrapper if
+    `in_deep_copies` is set.
     """
     override = vars(scheduler).get(name)
-    if not isinstance(override, MethodOverride):
+    if not isinstance(override, MethodOverride) or override.scheduler() is not scheduler:
         override = vars(scheduler)[name] = MethodOverride(scheduler, name, override)
+    if not isinstance(vars(scheduler).get(STATE_KEY), _SchedulerState):
+        vars(scheduler)[STATE_KEY] = _SchedulerState(scheduler)
     entry = (wrapper, in_deep_copies)
     override.wrappers.append(entry)
     try:
@@ -45,6 +51,8 @@ def override_method(
             del vars(scheduler)[name]
             if override.instance_method is not None:
                 vars(scheduler)[name] = override.instance_method
+        if not _find_overrides(scheduler):
+            vars(scheduler).pop(STATE_KEY, None)
 
 
 class MethodOverride:
@@ -52,7 +60,7 @@ class MethodOverride:
 
     def __init__(self, scheduler: Any, name: str, instance_method: Any) -> None:
         # Weak: the scheduler holds this object, and a cycle would delay releasing it until a garbage collection.
-        self._scheduler, self.name = weakref.ref(scheduler), name
+        self.scheduler, self.name = weakref.ref(scheduler), name
         self.instance_method = instance_method
         """The callable that a user set on this scheduler; None if the method is defined by the class."""
         self.wrappers: list[tuple[MethodWrapper, bool]] = []
@@ -71,19 +79,14 @@ class MethodOverride:
             run = _bind(wrapper, scheduler, run)
         return run(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        original = self._get_scheduler()
-        scheduler = memo.get(id(original), original)
-        override = MethodOverride(scheduler, self.name, copy.deepcopy(self.instance_method, memo))
-        override.wrappers = [entry for entry in self.wrappers if entry[1]]
-        return override if override.wrappers else override._find_original(scheduler)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        # A pickle contains the original method and loads without the wrappers.
-        return _load_original, (self._get_scheduler(), self.name, self.instance_method)
+        # A pickle contains the original method and loads without anyaccel.
+        if self.instance_method is not None:
+            return operator.itemgetter(0), ((self.instance_method,),)
+        return getattr, (self._get_scheduler(), self.name)
 
     def _get_scheduler(self) -> Any:
-        scheduler = self._scheduler()
+        scheduler = self.scheduler()
         if scheduler is None:
             raise ReferenceError(f"the scheduler of this {self.name!r} method no longer exists")
         return scheduler
@@ -92,19 +95,59 @@ class MethodOverride:
         """Return the original method, looked up at call time so that patches to the class take effect."""
         if self.instance_method is not None:
             return self.instance_method
-        return _load_original(scheduler, self.name, None)
+        # Not `getattr`: that would find the override in the instance's `__dict__`.
+        for base in type(scheduler).__mro__:
+            if self.name in vars(base):
+                return vars(base)[self.name].__get__(scheduler, type(scheduler))
+        return type(scheduler).__getattr__(scheduler, self.name)  # a scheduler that delegates to another one
+
+
+class _SchedulerState:
+    """Callable that returns the state of a scheduler for a copy or a pickle: with the original methods."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = weakref.ref(scheduler)
+
+    def __call__(self) -> Any:
+        scheduler = self.scheduler()
+        overrides = _find_overrides(scheduler)
+        kept = [override for override in overrides if any(in_copies for _, in_copies in override.wrappers)]
+        return replace_state_entries(
+            scheduler,
+            {
+                **{override.name: override.instance_method for override in overrides},
+                _COPIED_KEY: _CopiedOverrides(kept) if kept else None,
+            },
+        )
+
+
+class _CopiedOverrides:
+    """The overrides that deep copies of a scheduler have; shallow copies and pickles ignore them."""
+
+    def __init__(self, overrides: list[MethodOverride]) -> None:
+        self.overrides = overrides
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        for override in self.overrides:
+            scheduler = memo.get(id(override.scheduler()))
+            if scheduler is None:  # a deep copy of a shallow copy
+                return
+            instance_method = copy.deepcopy(override.instance_method, memo)
+            copied = MethodOverride(scheduler, override.name, instance_method)
+            copied.wrappers = [entry for entry in override.wrappers if entry[1]]
+            vars(scheduler)[override.name] = copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # so a pickle loads without anyaccel
+
+
+def _find_overrides(scheduler: Any) -> list[MethodOverride]:
+    return [
+        value
+        for value in vars(scheduler).values()
+        if isinstance(value, MethodOverride) and value.scheduler() is scheduler
+    ]
 
 
 def _bind(wrapper: MethodWrapper, scheduler: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: wrapper(scheduler, run, args, kwargs)
-
-
-def _load_original(scheduler: Any, name: str, instance_method: Any) -> Any:
-    """Return the instance's own method, or the class's method bound to the instance."""
-    if instance_method is not None:
-        return instance_method
-    # Not `getattr`: that would find the override in the instance's `__dict__`.
-    for base in type(scheduler).__mro__:
-        if name in vars(base):
-            return vars(base)[name].__get__(scheduler, type(scheduler))
-    return type(scheduler).__getattr__(scheduler, name)  # a scheduler that delegates to another one

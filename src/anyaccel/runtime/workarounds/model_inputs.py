@@ -14,7 +14,14 @@ from typing import Any
 import torch
 
 from anyaccel.backends.device_type_checks import is_host, is_on
-from anyaccel.forward_overrides import Slot, get_override, refresh_overrides, remove_override, set_override
+from anyaccel.forward_overrides import (
+    ForwardOverrides,
+    Slot,
+    get_override,
+    refresh_overrides,
+    remove_override,
+    set_override,
+)
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.workarounds.function_modes import (
     ModelFunctionMode,
@@ -27,11 +34,18 @@ from anyaccel.runtime.workarounds.host_transfer import HostTransfer, copy_or_fil
 from anyaccel.runtime.workarounds.nan_check import record_output
 from anyaccel.tracing.meta_module import map_tensors
 from anyaccel.upstream import accelerate_internals, diffusers_internals
-from anyaccel.upstream.torch_compile_internals import is_compiled, unwrap_compiled
+from anyaccel.upstream.torch_compile_internals import (
+    find_compiled_call,
+    is_compiled,
+    restore_compiled_call,
+    unwrap_compiled,
+)
 
 __all__ = ["InputAdapter", "drop_stale_casts", "find_input_adapters", "set_input_adapters"]
 
 _TIMESTEP_ARGUMENTS = ("timestep", "timesteps")
+# Their models accept timesteps of any dtype.
+_LIBRARIES = ("diffusers.", "transformers.", "torch.", "peft.", "anyaccel.")
 
 
 class InputAdapter:
@@ -84,6 +98,9 @@ class InputAdapter:
 
     def _runs_compiled(self) -> bool:
         """Return whether the model runs compiled code; after a compilation failure, it runs eagerly."""
+        module = self.module()
+        if module is not None and isinstance(find_compiled_call(module), _CompiledCall):
+            return True
         return self.compiled is not None and not getattr(self.compiled, "failure", "")
 
     def _find_device(self) -> torch.device:
@@ -147,13 +164,31 @@ class InputAdapter:
 
     def _convert_timestep(self, timestep: Any) -> Any:
         """Convert a timestep to a float32 tensor on the device if the device does not support int64."""
-        if not self.float_timesteps:
+        module = unwrap_compiled(self.module())
+        if not self.float_timesteps or (module is not None and _may_need_integer(module)):
             return timestep
         if isinstance(timestep, int | float) and not isinstance(timestep, bool):
             # A compiler would specialize the graph on every value of a Python number.
             return torch.tensor([timestep], dtype=torch.float32).to(self.device)
         is_integer = isinstance(timestep, torch.Tensor) and timestep.dtype in (torch.int32, torch.int64)
         return timestep.to(torch.float32) if is_integer else timestep
+
+
+class _CompiledCall:
+    """The call of a model that the user compiled with `model.compile()`; the input adapter runs around it.
+
+    Otherwise, the adapter would be a part of the compiled code, which Dynamo traces inside the pipeline's
+    function mode.
+    """
+
+    def __init__(self, module: torch.nn.Module, compiled: Callable[..., Any]) -> None:
+        self.module, self.compiled = weakref.ref(module), compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        adapter = get_override(self.module(), Slot.INPUTS)
+        if not isinstance(adapter, InputAdapter):
+            return self.compiled(*args, **kwargs)
+        return adapter(self.compiled, args, kwargs)
 
 
 def _make_plan_key(plan: Plan) -> tuple[Any, ...]:
@@ -173,6 +208,9 @@ def set_input_adapters(components: dict[str, Any], plan: Plan, device: torch.dev
         for module in _find_entry_modules(component):
             if is_compiled(module):  # the user compiled it meanwhile: the adapter must be outside the compiled code
                 remove_override(unwrap_compiled(module), Slot.INPUTS)
+            compiled_call = find_compiled_call(module)
+            if compiled_call is not None and not isinstance(compiled_call, _CompiledCall):
+                restore_compiled_call(module, _CompiledCall(module, compiled_call))
             earlier = get_override(module, Slot.INPUTS)
             if isinstance(earlier, InputAdapter) and earlier.matches(module, plan, device):
                 refresh_overrides(module)
@@ -222,6 +260,24 @@ def _embeds_timestep_index(module: torch.nn.Module) -> bool:
     """Return whether the timestep is an index into an embedding table and must therefore stay an integer."""
     config = getattr(module, "config", {})
     return bool(getattr(config, "num_embeds_ada_norm", None))
+
+
+def _may_need_integer(module: torch.nn.Module) -> bool:
+    """Return whether code of the user, or an embedding table, may use the timestep as an integer."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, ForwardOverrides):
+        forward = forward.beneath
+    # A hook that offloads the model calls its own forward.
+    function = type(module).forward if forward is None or _has_hook(module) else forward
+    function = getattr(function, "__func__", function)
+    # By its globals: `functools.wraps` copies `__module__`.
+    source = getattr(function, "__globals__", {}).get("__name__", "")
+    if not source.startswith(_LIBRARIES):
+        return True
+    children = list(module.children())
+    return any(isinstance(child, torch.nn.Embedding) for child in children) or not all(
+        type(child).__module__.startswith(_LIBRARIES) for child in children
+    )
 
 
 def _has_hook(module: torch.nn.Module) -> bool:

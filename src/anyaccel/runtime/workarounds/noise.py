@@ -17,7 +17,7 @@ import torch
 from anyaccel.backends.device_type_checks import is_host, is_on
 from anyaccel.errors import UsageError
 from anyaccel.runtime.workarounds.host_transfer import CopyFunction
-from anyaccel.upstream.torch_random import BY_SHAPE, FROM_VALUES, IN_PLACE, INTEGERS, LIKE
+from anyaccel.upstream.torch_random import BY_SHAPE, FROM_VALUES, IN_PLACE, INITIALIZERS, INTEGERS, LIKE
 
 __all__ = [
     "SPLIT_HINT",
@@ -183,6 +183,7 @@ def make_handlers(
     handlers: dict[Any, Any] = dict.fromkeys(BY_SHAPE, drawing.by_shape)
     handlers |= dict.fromkeys(LIKE, drawing.like)
     handlers |= dict.fromkeys(IN_PLACE, drawing.in_place)
+    handlers |= dict.fromkeys(INITIALIZERS, drawing.initialize)
     handlers |= dict.fromkeys(FROM_VALUES, drawing.from_values)
     handlers |= dict.fromkeys(INTEGERS, drawing.integers)
     return handlers
@@ -265,6 +266,15 @@ class _CpuDrawing:
             return drawn
 
         return target.copy_(_current_source().draw(func.__name__, draw, tuple(target.shape), generator))
+
+    def initialize(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `torch.nn.init.normal_(tensor)` and similar functions, which pass all arguments by name."""
+        options = dict(kwargs)
+        target = args[0] if args else options.pop("tensor")
+        if target.is_meta:  # peft creates layers without memory before it loads their weights
+            return target
+        with torch.no_grad():
+            return self.in_place(func, (target, *args[1:]), options)
 
     def from_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `torch.multinomial(weights, …)` and similar functions on CPU copies of their tensors."""
