@@ -97,6 +97,12 @@ PATCHES: tuple[Patch, ...] = (
         f"{_PYTORCH}/pull/122755",
     ),
     Patch(
+        "torch.autograd._engine_run_backward",
+        "The engine counts the devices once, at the first backward pass, and has no thread for those added later.",
+        f"{_PYTORCH_DOCS}/notes/autograd.html#multithreaded-autograd",
+        aliases=("torch.autograd.graph._engine_run_backward",),
+    ),
+    Patch(
         "torch.load",
         "A virtual device has no storages, and `map_location` is parsed before any __torch_function__ mode runs.",
         f"{_PYTORCH}/pull/98920",

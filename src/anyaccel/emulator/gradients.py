@@ -1,0 +1,155 @@
+"""Gradients on virtual devices: the autograd engine, and composite operations that are not decomposed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from anyaccel.backends.device_type_checks import is_on
+from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.tensor import VirtualTensor, wrap
+from anyaccel.emulator.torch_patch_registry import apply_patch
+from anyaccel.errors import VirtualDeviceError
+from anyaccel.upstream.torch_autograd_internals import (
+    attention_in_parts,
+    dispatch_below_autograd,
+    report_as_accelerator,
+)
+from anyaccel.upstream.torch_internals import read_private_use_name
+
+__all__ = ["install_gradients", "make_differentiable"]
+
+
+def install_gradients(accelerator: VirtualAccelerator) -> None:
+    """Make the autograd engine accept tensors on the registered virtual device.
+
+    If the installed torch does not allow it, `backward` raises VirtualDeviceError.
+    """
+    problem: VirtualDeviceError | None = None
+    if read_private_use_name() != accelerator.name:
+        try:
+            report_as_accelerator(accelerator.name)
+        except VirtualDeviceError as error:
+            problem = error
+
+    def run_in_this_thread(run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+            if problem is not None and any(_is_virtual(output, accelerator) for output in outputs):
+                raise VirtualDeviceError(problem.message, hint=problem.hint)
+            # The engine creates one thread per device, for the devices that exist at the first call of the process.
+            with torch.autograd.set_multithreading_enabled(False):
+                return run(outputs, *args, **kwargs)
+
+        return run_backward
+
+    apply_patch("torch.autograd._engine_run_backward", run_in_this_thread, "emulator")
+
+
+def _is_virtual(output: Any, accelerator: VirtualAccelerator) -> bool:
+    return isinstance(output, torch.Tensor) and is_on(output.device, accelerator.name)
+
+
+def make_differentiable(func: Any) -> Callable[..., Any]:
+    """Return an autograd kernel for a composite operation that has its own kernel on the device.
+
+    Without it, the gradient would end at the operation, because only the parts of a composite operation have
+    derivatives.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        values = [*args, *kwargs.values()]
+        if not torch.is_grad_enabled() or not any(_requires_grad(value) for value in values):
+            with dispatch_below_autograd():
+                return func(*args, **kwargs)
+        if kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0):
+            # Random: the backward pass must not draw again.
+            return _find_parts(func)(*args, **kwargs)
+        return _Composite.apply(func, tuple(kwargs), *values)  # type: ignore[no-untyped-call]
+
+    return run
+
+
+def _find_parts(func: Any) -> Callable[..., Any]:
+    """Return a function that runs a composite operation as several operations that have derivatives."""
+    # torch's own decomposition of attention chooses a kernel, and fails for a device type without kernels.
+    return _attend if func is torch.ops.aten.scaled_dot_product_attention.default else func.decompose  # type: ignore[no-any-return]
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    output: torch.Tensor = attention_in_parts(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
+    return output
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+class _Composite(torch.autograd.Function):
+    """A composite operation that runs as one operation; its gradient is that of the same operation on the CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, func: Any, names: tuple[str, ...], *values: Any) -> Any:
+        """Run the operation on the device; `names` are the names of the last values, which are keyword arguments."""
+        ctx.func, ctx.names = func, names
+        ctx.others = [None if isinstance(value, torch.Tensor) else value for value in values]
+        ctx.positions = [position for position, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        ctx.save_for_backward(*[values[position] for position in ctx.positions])
+        with dispatch_below_autograd():
+            return _call(func, names, values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradients of the inputs, differentiable if the caller requests it (`create_graph`)."""
+        values = list(ctx.others)
+        for position, tensor in zip(ctx.positions, ctx.saved_tensors, strict=True):
+            values[position] = tensor
+        # The first two inputs are the operation and the names.
+        wanted = [position for position in ctx.positions if ctx.needs_input_grad[position + 2]]
+        if torch.is_grad_enabled():
+            for position in wanted:  # views, because one tensor can be query, key and value
+                values[position] = values[position].view_as(values[position])
+            output = _call(_find_parts(ctx.func), ctx.names, values)
+            results = torch.autograd.grad(output, [values[p] for p in wanted], gradients[0], create_graph=True)
+        else:
+            results = _differentiate_on_cpu(ctx.func, ctx.names, values, wanted, gradients[0])
+        found = dict(zip(wanted, results, strict=True))
+        return None, None, *[found.get(position) for position in range(len(values))]
+
+
+def _call(function: Callable[..., Any], names: tuple[str, ...], values: Sequence[Any]) -> Any:
+    count = len(values) - len(names)
+    return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+
+def _differentiate_on_cpu(
+    func: Any, names: tuple[str, ...], values: Sequence[Any], wanted: list[int], gradient: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return the gradients of an operation for the values at the positions in `wanted`, computed on the CPU."""
+    inner = [_unwrap(value) for value in values]
+    for position in wanted:
+        inner[position] = inner[position].detach().requires_grad_()
+    with torch.enable_grad():
+        output = _call(func, names, inner)
+    results = torch.autograd.grad(output, [inner[position] for position in wanted], _unwrap(gradient))
+    return [
+        wrap(result, values[position].device) if isinstance(values[position], VirtualTensor) else result
+        for position, result in zip(wanted, results, strict=True)
+    ]
+
+
+def _unwrap(value: Any) -> Any:
+    return value._inner if isinstance(value, VirtualTensor) else value
