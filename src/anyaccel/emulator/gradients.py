@@ -15,7 +15,7 @@ from anyaccel.emulator.torch_patch_registry import apply_patch
 from anyaccel.errors import VirtualDeviceError
 from anyaccel.upstream.torch_autograd_internals import (
     attention_in_parts,
-    dispatch_below_autograd,
+    skip_autograd,
     report_as_accelerator,
 )
 from anyaccel.upstream.torch_internals import read_private_use_name
@@ -63,7 +63,7 @@ def make_differentiable(func: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         values = [*args, *kwargs.values()]
         if not torch.is_grad_enabled() or not any(_requires_grad(value) for value in values):
-            with dispatch_below_autograd():
+            with skip_autograd():
                 return func(*args, **kwargs)
         if kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0):
             # Random: the backward pass must not draw again.
@@ -108,7 +108,7 @@ class _Composite(torch.autograd.Function):
         ctx.others = [None if isinstance(value, torch.Tensor) else value for value in values]
         ctx.positions = [position for position, value in enumerate(values) if isinstance(value, torch.Tensor)]
         ctx.save_for_backward(*[values[position] for position in ctx.positions])
-        with dispatch_below_autograd():
+        with skip_autograd():
             return _call(func, names, values)
 
     @staticmethod

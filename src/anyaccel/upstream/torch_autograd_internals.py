@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from anyaccel.errors import VirtualDeviceError
+from anyaccel.upstream.torch_internals import exclude_dispatch_key
 
-__all__ = ["attention_in_parts", "dispatch_below_autograd", "report_as_accelerator"]
+__all__ = [
+    "attention_in_parts",
+    "record_below_wrapper",
+    "report_as_accelerator",
+    "resume_autograd",
+    "skip_autograd",
+]
 
 # Positions of two methods in the virtual table of `at::AcceleratorHooksInterface`, after its two destructors
 # (include/ATen/detail/AcceleratorHooksInterface.h).
@@ -22,10 +31,37 @@ _TABLE_HEADER = 2
 _TABLE_LENGTH = 64
 
 
-def dispatch_below_autograd() -> AbstractContextManager[Any]:
+def skip_autograd() -> AbstractContextManager[Any]:
     """Return a context manager that skips the autograd kernels of operators (_library/autograd.py)."""
     guard: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
     return guard
+
+
+class _WrapperState(threading.local):
+    """Dispatch keys of this thread at each nested call of `record_below_wrapper`."""
+
+    def __init__(self) -> None:
+        self.outer: list[tuple[Any, Any]] = []
+
+
+_wrapper = _WrapperState()
+
+
+@contextmanager
+def record_below_wrapper() -> Iterator[None]:
+    """Skip the autograd kernels for a wrapper tensor, so that `resume_autograd` can run them for its parts."""
+    _wrapper.outer.append((torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()))
+    try:
+        with skip_autograd(), exclude_dispatch_key("ADInplaceOrView"):  # views have autograd kernels of their own
+            yield
+    finally:
+        _wrapper.outer.pop()
+
+
+def resume_autograd() -> AbstractContextManager[Any]:
+    """Return a context manager for `__torch_dispatch__` that runs autograd kernels as before `record_below_wrapper`."""
+    # Not `torch.overrides.enable_reentrant_dispatch`: it restores the state inside `record_below_wrapper`.
+    return torch._C._ForceDispatchKeyGuard(*_wrapper.outer[-1]) if _wrapper.outer else nullcontext()
 
 
 # Attention as matrix products and a softmax; it also returns the scores (nn/functional.py).
