@@ -4,19 +4,9 @@ from __future__ import annotations
 
 __all__ = ["OPEN"]
 
-_TRAINING = dict.fromkeys(
-    (
-        "training_step_between_calls", "training_step_before_the_first_call", "training_after_inference_mode",
-        "lora_trained", "callback_computes_a_gradient",
-    ),
-    "gradients through a whole model are wrong or fail on a virtual device",
-)  # fmt: skip
-
 OPEN: dict[str, dict[str, str]] = {
     "mps": {
-        **_TRAINING,
         "compiled_by_the_user": "Dynamo compiles the function mode of the workarounds and confuses its functions",
     },
-    "neuron": _TRAINING,
 }
 """For each variant, usages with the reason of the difference."""
