@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
 
-from anyaccel.backends.device_type_checks import is_on
+from anyaccel.backends.device_type_checks import is_host
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.tensor import VirtualTensor, wrap
 from anyaccel.emulator.torch_patch_registry import apply_patch
 from anyaccel.errors import VirtualDeviceError
 from anyaccel.upstream.torch_autograd_internals import (
+    ReportedAccelerator,
     attention_in_parts,
+    ignore_stream_changes,
     skip_autograd,
-    report_as_accelerator,
 )
-from anyaccel.upstream.torch_internals import read_private_use_name
+from anyaccel.upstream.torch_internals import find_guard_table, read_device_type, read_private_use_name
 
 __all__ = ["install_gradients", "make_differentiable"]
 
@@ -28,20 +30,23 @@ def install_gradients(accelerator: VirtualAccelerator) -> None:
 
     If the installed torch does not allow it, `backward` raises VirtualDeviceError.
     """
+    report: AbstractContextManager[None] = nullcontext()
     problem: VirtualDeviceError | None = None
-    if read_private_use_name() != accelerator.name:
-        try:
-            report_as_accelerator(accelerator.name)
-        except VirtualDeviceError as error:
-            problem = error
+    try:
+        report = _prepare_engine(accelerator.name)
+    except VirtualDeviceError as error:
+        problem = error
 
     def run_in_this_thread(run: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(run)
         def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            if problem is not None and any(_is_virtual(output, accelerator) for output in outputs):
+            types = {output.device.type for output in outputs if isinstance(output, torch.Tensor)}
+            if problem is not None and accelerator.name in types:
                 raise VirtualDeviceError(problem.message, hint=problem.hint)
+            # A loss on the CPU can depend on virtual tensors; one on a real accelerator cannot.
+            is_real = any(type_ != accelerator.name and not is_host(type_) for type_ in types)
             # The engine creates one thread per device, for the devices that exist at the first call of the process.
-            with torch.autograd.set_multithreading_enabled(False):
+            with torch.autograd.set_multithreading_enabled(False), nullcontext() if is_real else report:
                 return run(outputs, *args, **kwargs)
 
         return run_backward
@@ -49,8 +54,16 @@ def install_gradients(accelerator: VirtualAccelerator) -> None:
     apply_patch("torch.autograd._engine_run_backward", run_in_this_thread, "emulator")
 
 
-def _is_virtual(output: Any, accelerator: VirtualAccelerator) -> bool:
-    return isinstance(output, torch.Tensor) and is_on(output.device, accelerator.name)
+def _prepare_engine(name: str) -> AbstractContextManager[None]:
+    """Return a context manager in which the engine accepts tensors on the device."""
+    private_use = int(read_device_type("PrivateUse1"))
+    if read_private_use_name() == name:
+        # Without the table, only exceptions during the backward pass are a problem.
+        with suppress(VirtualDeviceError):
+            ignore_stream_changes(find_guard_table(private_use + 1)[private_use])
+        return nullcontext()
+    ignore_stream_changes(find_guard_table(private_use + 1)[int(read_device_type(name.upper()))])
+    return ReportedAccelerator(name)
 
 
 def make_differentiable(func: Any) -> Callable[..., Any]:

@@ -15,19 +15,23 @@ from anyaccel.errors import VirtualDeviceError
 from anyaccel.upstream.torch_internals import exclude_dispatch_key
 
 __all__ = [
+    "ReportedAccelerator",
     "attention_in_parts",
+    "ignore_stream_changes",
     "record_below_wrapper",
-    "report_as_accelerator",
     "resume_autograd",
     "skip_autograd",
+    "swap_referenced_tensors",
 ]
 
 # Positions of two methods in the virtual table of `at::AcceleratorHooksInterface`, after its two destructors
 # (include/ATen/detail/AcceleratorHooksInterface.h).
 _IS_BUILT, _HAS_PRIMARY_CONTEXT = 2, 4
+# The same for `c10::impl::DeviceGuardImplInterface` (include/c10/core/impl/DeviceGuardImplInterface.h).
+_UNCHECKED_SET_DEVICE, _EXCHANGE_STREAM = 4, 9
 # The pointers before the first method: the offset to the top of the object and the type information.
 _TABLE_HEADER = 2
-# More than the longest of these tables has (43, that of mps), so that the copy is complete.
+# More than the longest of these tables (43 pointers, the hooks of mps), so that the copy is complete.
 _TABLE_LENGTH = 64
 
 
@@ -64,43 +68,103 @@ def resume_autograd() -> AbstractContextManager[Any]:
     return torch._C._ForceDispatchKeyGuard(*_wrapper.outer[-1]) if _wrapper.outer else nullcontext()
 
 
+def swap_referenced_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Swap two tensors like `torch.utils.swap_tensors`, even if an autograd graph references them.
+
+    The graph keeps the values that it saved. A backward pass that would add to the gradient of one of the tensors
+    raises RuntimeError, because the gradient would belong to the other one (utils/__init__.py).
+    """
+    for tensor in (first, second):
+        if tensor.is_leaf and tensor.requires_grad:
+            torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_reject_backward)
+    first.__class__, second.__class__ = second.__class__, first.__class__
+    first.__dict__, second.__dict__ = second.__dict__, first.__dict__
+    torch._C._swap_tensor_impl(first, second)
+
+
+def _reject_backward(gradients: Any) -> None:
+    raise RuntimeError(
+        "cannot compute the gradient of a weight that was moved to another device or cast to another dtype after the "
+        "forward pass; call backward() first"
+    )
+
+
 # Attention as matrix products and a softmax; it also returns the scores (nn/functional.py).
 attention_in_parts: Any = torch.ops.aten._scaled_dot_product_attention_math.default
 
 
-def report_as_accelerator(name: str) -> None:
-    """Make torch's C++ code return the built-in device type `name` as this process's accelerator.
+class ReportedAccelerator:
+    """Context manager in which torch's C++ code reports a built-in device type as this process's accelerator.
 
-    The autograd engine requires one for tensors on these device types. Raises VirtualDeviceError if this torch
-    has an unknown layout, or supports the real device.
+    The autograd engine asks for the accelerator when it reaches a tensor on such a device type. Creating the object
+    raises VirtualDeviceError if this torch has an unknown layout or supports the real device.
     """
+
+    def __init__(self, name: str) -> None:
+        self._lock, self._depth = threading.Lock(), 0
+        hooks, is_built = _find_hooks(name)
+        # A C function that returns 1 and requires no GIL.
+        returns_true = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value
+        tables = [(hooks, {_IS_BUILT: returns_true, _HAS_PRIMARY_CONTEXT: returns_true})]
+        built = torch._C._accelerator_getAccelerator()
+        if built is not None:  # torch reports an error if two accelerators are built
+            tables.append((_find_hooks(built.type, is_real=True)[0], {_IS_BUILT: is_built}))
+        self._tables = [(pointer, pointer.value, _copy_table(pointer.value or 0, new)) for pointer, new in tables]
+        with self:
+            reported = torch._C._accelerator_getAccelerator()
+        if reported is None or reported.type != name:
+            raise _make_error(name, "its hooks for accelerators have another layout")
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._depth += 1
+            for pointer, _, replacement in self._tables:
+                pointer.value = replacement
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0:
+                for pointer, original, _ in self._tables:
+                    pointer.value = original
+
+
+def _find_hooks(name: str, is_real: bool = False) -> tuple[ctypes.c_void_p, int | None]:
+    """Return the pointer to the virtual table of a device type's hooks, and the address of its `isBuilt`."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        find_hooks = getattr(library, f"_ZN2at6detail11get{name.upper()}HooksEv")
-        # Without the device, `at::detail::getMPSHooks` returns an object of the interface class itself.
-        interface = ctypes.c_void_p.in_dll(library, f"_ZTVN2at17{name.upper()}HooksInterfaceE")
+        find = getattr(library, f"_ZN2at6detail11get{name.upper()}HooksEv")
+        interface = ctypes.c_void_p.in_dll(library, f"_ZTVN2at{len(name) + 14}{name.upper()}HooksInterfaceE")
     except (OSError, AttributeError, ValueError) as error:
         raise _make_error(name, str(error)) from error
-    find_hooks.restype = ctypes.c_void_p
-    table_pointer = ctypes.c_void_p.from_address(find_hooks())
-    original = table_pointer.value
-    if original is None or original != ctypes.addressof(interface) + _TABLE_HEADER * ctypes.sizeof(ctypes.c_void_p):
+    find.restype = ctypes.c_void_p
+    pointer = ctypes.c_void_p.from_address(find())
+    methods = ctypes.addressof(interface) + _TABLE_HEADER * ctypes.sizeof(ctypes.c_void_p)
+    # Without the device, `at::detail::getMPSHooks` returns an object of the interface class itself.
+    if not is_real and pointer.value != methods:
         raise _make_error(name, f"its hooks for {name} devices are not those of a build without {name} support")
-    table_pointer.value = _copy_table(original)
-    if str(torch._C._accelerator_getAccelerator()) != name:
-        table_pointer.value = original
-        raise _make_error(name, "its hooks for accelerators have another layout")
+    return pointer, (ctypes.c_void_p * _TABLE_LENGTH).from_address(pointer.value or 0)[_IS_BUILT]
 
 
-def _copy_table(address: int) -> int:
-    """Return the address of a copy of a virtual table in which `isBuilt` and `hasPrimaryContext` return true."""
+def ignore_stream_changes(guard: int) -> None:
+    """Make a Python device guard ignore changes of the current stream; `guard` is its address in the registry.
+
+    A virtual device has no streams. When an exception ends a backward pass, the engine restores the stream with the
+    exception still set; the guard then calls Python, which fails, and the process aborts (csrc/acc/Module.cpp).
+    """
+    table_pointer = ctypes.c_void_p.from_address(guard)
+    original = table_pointer.value or 0
+    does_nothing = (ctypes.c_void_p * _TABLE_LENGTH).from_address(original)[_UNCHECKED_SET_DEVICE]
+    table_pointer.value = _copy_table(original, {_EXCHANGE_STREAM: does_nothing})
+
+
+def _copy_table(address: int, replacements: dict[int, int | None]) -> int:
+    """Return the address of a copy of a virtual table in which the methods at some positions are replaced."""
     header_bytes = _TABLE_HEADER * ctypes.sizeof(ctypes.c_void_p)
     table = (ctypes.c_void_p * _TABLE_LENGTH)()
     ctypes.memmove(table, address - header_bytes, ctypes.sizeof(table))
-    # A C function that returns 1 and requires no GIL: the engine calls these methods from its own threads.
-    returns_true = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value
-    for position in (_IS_BUILT, _HAS_PRIMARY_CONTEXT):
-        table[_TABLE_HEADER + position] = returns_true
+    for position, function in replacements.items():
+        table[_TABLE_HEADER + position] = function
     # Never freed: C++ destructors run after the interpreter has freed its objects.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(table))
     return ctypes.addressof(table) + header_bytes
