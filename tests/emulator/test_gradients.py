@@ -80,8 +80,8 @@ def test_models_of_placed_pipelines(device: str, stock_pipelines: dict[str, Any]
             stock = stock_pipelines[recipe]
             placed = anyaccel.place(copy.deepcopy(stock), accelerator.name, dtype="float32")
             for name, run in models:
-                run(stock, torch.device("cpu")).square().sum().backward()
-                run(placed, placed.device).square().sum().backward()
+                torch.autograd.backward(run(stock, torch.device("cpu")).square().sum())
+                torch.autograd.backward(run(placed, placed.device).square().sum())
                 compare_gradients(getattr(placed, name), getattr(stock, name))
 
     run_forked(device, run_all)
@@ -108,7 +108,7 @@ def test_gradients_and_optimizer_step(accelerator: VirtualAccelerator) -> None:
     virtual_model = copy.deepcopy(cpu_model).to(device)
     for module, images in ((cpu_model, inputs), (virtual_model, inputs.to(device))):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        module(images).square().sum().backward()
+        torch.autograd.backward(module(images).square().sum())
         optimizer.step()
     for actual, expected in zip(virtual_model.parameters(), cpu_model.parameters(), strict=True):
         assert actual.grad is not None
@@ -160,7 +160,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def differentiate(operation: Callable[[Tensor], Tensor], device: torch.device | str) -> Tensor:
     inputs = draw(1, 2, 3, 4).to(device).requires_grad_()
-    operation(inputs).square().sum().backward()
+    torch.autograd.backward(operation(inputs).square().sum())
     assert inputs.grad is not None
     return inputs.grad.cpu()
 
@@ -175,11 +175,24 @@ def test_operations(accelerator: VirtualAccelerator) -> None:
 
 
 @on_every_device()
+def test_recurrent_modules(accelerator: VirtualAccelerator) -> None:
+    for kind in (nn.LSTM, nn.GRU):
+        for bias in (True, False):
+            expected = kind(4, 3, 2, bias=bias, bidirectional=True)
+            actual = copy.deepcopy(expected).to(accelerator.device())
+            for module, device in ((expected, "cpu"), (actual, accelerator.name)):
+                outputs, state = module(draw(5, 2, 4).to(device))
+                states = state if isinstance(state, tuple) else (state,)
+                torch.autograd.backward(outputs.square().sum() + sum(tensor.sin().sum() for tensor in states))
+            compare_gradients(actual, expected)
+
+
+@on_every_device()
 def test_attention_with_dropout_uses_one_mask(accelerator: VirtualAccelerator) -> None:
     value = torch.ones(1, 1, 8, 8, device=accelerator.device(), requires_grad=True)
     query = torch.zeros(1, 1, 8, 8, device=accelerator.device())
     output = functional.scaled_dot_product_attention(query, query, value, dropout_p=0.5)
-    output.sum().backward()
+    torch.autograd.backward(output.sum())
     # With equal scores, both sums are 8 times the sum of the dropped-out scores.
     assert value.grad is not None
     assert torch.allclose(value.grad.sum(), output.sum(), rtol=1e-5)
@@ -192,10 +205,10 @@ def test_exception_in_a_backward_pass(accelerator: VirtualAccelerator) -> None:
 
     inputs = torch.ones(2, device=accelerator.device(), requires_grad=True)
     product = inputs * 2
-    product.register_hook(reject)
+    product.register_hook(reject)  # type: ignore[no-untyped-call]
     with pytest.raises(ValueError, match="rejected"):
-        product.square().sum().backward()
-    (inputs * 2).sum().backward()
+        torch.autograd.backward(product.square().sum())
+    torch.autograd.backward((inputs * 2).sum())
     assert inputs.grad is not None
     assert inputs.grad.tolist() == [2, 2]
 
@@ -203,7 +216,7 @@ def test_exception_in_a_backward_pass(accelerator: VirtualAccelerator) -> None:
 @on_every_device()
 def test_copy_of_a_tensor_with_a_gradient(accelerator: VirtualAccelerator) -> None:
     tensor = torch.ones(2, device=accelerator.device(), requires_grad=True)
-    tensor.sum().backward()
+    torch.autograd.backward(tensor.sum())
     copied = copy.deepcopy(tensor)
     assert copied.grad is not None
     assert copied.grad.tolist() == [1, 1]
@@ -212,10 +225,10 @@ def test_copy_of_a_tensor_with_a_gradient(accelerator: VirtualAccelerator) -> No
 @pytest.mark.parametrize("device", DEVICES)
 def test_backward_before_activation(device: str) -> None:
     def run() -> list[float]:
-        torch.ones(2, requires_grad=True).sum().backward()  # the engine counts the devices now
+        torch.autograd.backward(torch.ones(2, requires_grad=True).sum())  # the engine counts the devices now
         with virtual(device):
             inputs = torch.ones(2, device=device, requires_grad=True)
-            inputs.square().sum().backward()
+            torch.autograd.backward(inputs.square().sum())
             assert inputs.grad is not None
             values: list[float] = inputs.grad.tolist()
             return values
@@ -228,8 +241,8 @@ def test_limit_in_a_backward_pass_raises() -> None:
         with virtual("mps", strict=True):
             inputs = torch.ones(2, device="mps", requires_grad=True)
             product = inputs * 2
-            product.register_hook(lambda gradient: gradient.double().float())
-            product.sum().backward()
+            product.register_hook(lambda gradient: gradient.double().float())  # type: ignore[no-untyped-call]
+            torch.autograd.backward(product.sum())
 
     with pytest.raises((LimitError, TypeError), match="float64"):
         call_in_fork(run)

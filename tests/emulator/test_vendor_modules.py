@@ -116,9 +116,9 @@ def test_module_moves_while_a_graph_references_its_weights(accelerator: VirtualA
         assert weight.device == device
         assert weight.item() == expected
         with pytest.raises(RuntimeError, match=r"moved to another device .* after the forward pass"):
-            graph.sum().backward(retain_graph=True)
+            torch.autograd.backward(graph.sum(), retain_graph=True)
         graph = module(image.to(device))
-        graph.sum().backward(retain_graph=True)
+        torch.autograd.backward(graph.sum(), retain_graph=True)
         assert weight.grad is not None
         assert weight.grad.item() == 4
         weight.grad = None

@@ -24,6 +24,8 @@ from anyaccel.upstream.torch_internals import find_guard_table, read_device_type
 
 __all__ = ["install_gradients", "make_differentiable"]
 
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+
 
 def install_gradients(accelerator: VirtualAccelerator) -> None:
     """Make the autograd engine accept tensors on the registered virtual device.
@@ -43,10 +45,11 @@ def install_gradients(accelerator: VirtualAccelerator) -> None:
             types = {output.device.type for output in outputs if isinstance(output, torch.Tensor)}
             if problem is not None and accelerator.name in types:
                 raise VirtualDeviceError(problem.message, hint=problem.hint)
-            # A loss on the CPU can depend on virtual tensors; one on a real accelerator cannot.
-            is_real = any(type_ != accelerator.name and not is_host(type_) for type_ in types)
+            # A loss on the CPU can depend on virtual tensors; one on a real accelerator is not our concern.
+            if any(type_ != accelerator.name and not is_host(type_) for type_ in types):
+                return run(outputs, *args, **kwargs)
             # The engine creates one thread per device, for the devices that exist at the first call of the process.
-            with torch.autograd.set_multithreading_enabled(False), nullcontext() if is_real else report:
+            with torch.autograd.set_multithreading_enabled(False), report:
                 return run(outputs, *args, **kwargs)
 
         return run_backward
@@ -78,18 +81,21 @@ def make_differentiable(func: Any) -> Callable[..., Any]:
         if not torch.is_grad_enabled() or not any(_requires_grad(value) for value in values):
             with skip_autograd():
                 return func(*args, **kwargs)
-        if kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0):
-            # Random: the backward pass must not draw again.
+        if _is_random(func, args, kwargs):  # the backward pass of `_Composite` would draw again
             return _find_parts(func)(*args, **kwargs)
-        return _Composite.apply(func, tuple(kwargs), *values)  # type: ignore[no-untyped-call]
+        return _Composite.apply(func, tuple(kwargs), *values)
 
     return run
+
+
+def _is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return func is _ATTENTION and bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
 
 
 def _find_parts(func: Any) -> Callable[..., Any]:
     """Return a function that runs a composite operation as several operations that have derivatives."""
     # torch's own decomposition of attention chooses a kernel, and fails for a device type without kernels.
-    return _attend if func is torch.ops.aten.scaled_dot_product_attention.default else func.decompose  # type: ignore[no-any-return]
+    return _attend if func is _ATTENTION else func.decompose
 
 
 def _attend(
@@ -136,7 +142,8 @@ class _Composite(torch.autograd.Function):
             for position in wanted:  # views, because one tensor can be query, key and value
                 values[position] = values[position].view_as(values[position])
             output = _call(_find_parts(ctx.func), ctx.names, values)
-            results = torch.autograd.grad(output, [values[p] for p in wanted], gradients[0], create_graph=True)
+            tensors = [values[position] for position in wanted]
+            results = [*torch.autograd.grad(output, tensors, gradients[0], create_graph=True)]
         else:
             results = _differentiate_on_cpu(ctx.func, ctx.names, values, wanted, gradients[0])
         found = dict(zip(wanted, results, strict=True))

@@ -56,7 +56,10 @@ class ComplexPair(Tensor):
     @staticmethod
     def __new__(cls: type[ComplexPair], real: Tensor, imaginary: Tensor) -> ComplexPair:
         """Create a complex64 tensor that refers to two real tensors and has no storage of its own."""
-        pair: ComplexPair = make_wrapper_subclass(cls, real.shape, dtype=torch.complex64, device=real.device)
+        # In inference mode, a view of a normal tensor is a normal tensor. Its wrapper must be one too.
+        needs_normal_tensor = torch.is_inference_mode_enabled() and not real.is_inference()
+        with torch.inference_mode(False) if needs_normal_tensor else nullcontext():
+            pair: ComplexPair = make_wrapper_subclass(cls, real.shape, dtype=torch.complex64, device=real.device)
         pair.real_part, pair.imaginary_part = real, imaginary
         return pair
 
