@@ -17,6 +17,7 @@ from anyaccel.emulator.compiler_stub import install_compiler
 from anyaccel.emulator.device_from_int import install_ordinal_devices
 from anyaccel.emulator.dispatch import dispatch
 from anyaccel.emulator.generator import install_generator
+from anyaccel.emulator.gradients import install_gradients
 from anyaccel.emulator.predispatch_patches import install_device_patches
 from anyaccel.emulator.registration import register_device
 from anyaccel.emulator.tensor import activate
@@ -112,6 +113,7 @@ def _install(accelerator: VirtualAccelerator) -> VirtualAccelerator:
     activate(accelerator, dispatch)
     install_vendor_packages(accelerator, module)
     install_generator(accelerator)
+    install_gradients(accelerator)
     # After `register_device`: some of these patches read the functions of the registered module.
     install_device_patches(accelerator)
     install_ordinal_devices(accelerator)

@@ -14,6 +14,7 @@ from anyaccel.backends.device_type_checks import is_host, is_on
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.tensor import VirtualTensor
 from anyaccel.emulator.torch_patch_registry import apply_patch, replace_by
+from anyaccel.upstream.torch_autograd_internals import swap_referenced_tensors
 from anyaccel.upstream.torch_internals import (
     FakeTensor,
     find_default_device,
@@ -34,6 +35,7 @@ def install_device_patches(accelerator: VirtualAccelerator) -> None:
     apply_patch("torch.random.manual_seed", lambda seed: _seed_all_devices(seed, accelerator), "emulator")
     apply_patch("torch.Tensor.__new__", _build_from_device_scalars, "emulator")
     apply_patch("torch.nn.Module._apply", _swap_parameters, "emulator")
+    apply_patch("torch.utils.swap_tensors", _swap_referenced, "emulator")
     apply_patch("torch.Tensor.data", _replace_data, "emulator")
     apply_patch("torch.load", lambda load: _load_to_device(load, accelerator), "emulator")
     apply_patch("safetensors.safe_open", lambda safe_open: _load_safetensors(safe_open, accelerator), "emulator")
@@ -119,6 +121,25 @@ def _swap_parameters(apply: Callable[..., Any]) -> Callable[..., Any]:
             torch.__future__.set_swap_module_params_on_conversion(before)
 
     return apply_to_all
+
+
+def _swap_referenced(swap: Callable[..., None]) -> Callable[..., None]:
+    """Make `torch.utils.swap_tensors` accept virtual tensors that an autograd graph references.
+
+    On real devices, a module can be moved while a graph references its parameters.
+    """
+
+    @functools.wraps(swap)
+    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        try:
+            swap(t1, t2)
+        except RuntimeError as error:
+            # Raised before any change to the tensors.
+            if "use_count" not in str(error) or not (isinstance(t1, VirtualTensor) or isinstance(t2, VirtualTensor)):
+                raise
+            swap_referenced_tensors(t1, t2)
+
+    return swap_tensors
 
 
 def _detach_computed_weights(module: torch.nn.Module) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from anyaccel.backends.device_type_checks import is_host
 from anyaccel.emulator.dispatch import dispatch
+from anyaccel.emulator.gradients import make_differentiable
 from anyaccel.emulator.torch_patch_registry import apply_patch, replace_by
 from anyaccel.errors import RealDeviceError, VirtualDeviceError
 from anyaccel.upstream.torch_internals import (
@@ -78,6 +79,7 @@ def _register_undecomposed(key: str, names: set[str]) -> torch.library.Library:
             func = getattr(packet, overload)
             if is_decomposed(func):
                 library.impl(func, functools.partial(_run_operation, func), key)
+                library.impl(func, make_differentiable(func), f"Autograd{key}")
     return library
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -133,13 +134,13 @@ class VirtualTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            copy = wrap(self._inner.detach().clone(), self.device)
-            is_parameter = isinstance(self, torch.nn.Parameter)
-            memo[id(self)] = (
-                torch.nn.Parameter(copy, self.requires_grad)
-                if is_parameter
-                else copy.requires_grad_(self.requires_grad)
-            )
+            copy: torch.Tensor = wrap(self._inner.detach().clone(), self.device)
+            if isinstance(self, torch.nn.Parameter):  # torch does not copy the gradient of a parameter
+                copy = torch.nn.Parameter(copy, self.requires_grad)
+            else:
+                copy.requires_grad_(self.requires_grad)
+                copy.grad = None if self.grad is None else deepcopy(self.grad, memo)
+            memo[id(self)] = copy
         return memo[id(self)]
 
 

@@ -97,6 +97,17 @@ PATCHES: tuple[Patch, ...] = (
         f"{_PYTORCH}/pull/122755",
     ),
     Patch(
+        "torch.autograd._engine_run_backward",
+        "The engine counts the devices once, at the first backward pass, and has no thread for those added later.",
+        f"{_PYTORCH_DOCS}/notes/autograd.html#multithreaded-autograd",
+        aliases=("torch.autograd.graph._engine_run_backward",),
+    ),
+    Patch(
+        "torch.utils.swap_tensors",
+        "It rejects parameters that an autograd graph references, which a module on a real device accepts.",
+        f"{_PYTORCH}/pull/122755",
+    ),
+    Patch(
         "torch.load",
         "A virtual device has no storages, and `map_location` is parsed before any __torch_function__ mode runs.",
         f"{_PYTORCH}/pull/98920",

@@ -68,6 +68,7 @@ __all__ = [
     "refresh_factories",
     "register_device_module",
     "scaled_mm",
+    "skip_subclass_functions",
     "tree_flatten",
     "tree_map",
     "tree_map_only",
@@ -236,6 +237,8 @@ def read_timeout(options: Any) -> Any:
 PlainGenerator = torch._C.Generator
 # `__torch_function__` for a subclass that only implements `__torch_dispatch__` (documented under this name).
 disable_torch_function: Any = torch._C._disabled_torch_function_impl
+# Context manager in which `__torch_function__` of tensor subclasses does not run (documented under this name).
+skip_subclass_functions: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
 
 def find_rebuild(is_parameter: bool) -> Callable[..., Any]:

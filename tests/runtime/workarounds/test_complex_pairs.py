@@ -14,6 +14,7 @@ from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import LimitError
 from anyaccel.planning import PipelineFacts, PlacementOptions, make_plan
+from anyaccel.processes.forked_call import call_in_fork
 from anyaccel.runtime.workarounds.complex_pairs import ComplexPair, make_complex_pair, make_handlers
 from anyaccel.runtime.workarounds.function_modes import ModelFunctionMode, make_model_function_mode
 
@@ -193,6 +194,46 @@ def test_every_operation_agrees_with_complex64() -> None:
         return wrong
 
     assert run_forked("hpu", use, strict=True) == []
+
+
+def differentiate(name: str, device: torch.device | str) -> list[Tensor]:
+    """Return the gradients of an operation for the real and imaginary parts of its two inputs."""
+    inputs = [torch.view_as_real(tensor).to(device).requires_grad_() for tensor in CPU_TENSORS]
+    first, second = (torch.view_as_complex(tensor) for tensor in inputs)
+    result = OPERATIONS[name](first, second, 1, lambda tensor: tensor.to(device))
+    torch.autograd.backward((torch.view_as_real(result.resolve_conj()) * 2 + result.real[..., None]).square().sum())
+    return [tensor.new_zeros(()) if tensor.grad is None else tensor.grad.cpu() for tensor in inputs]
+
+
+def test_every_gradient_agrees_with_complex64() -> None:
+    def use() -> None:
+        mode = ModelFunctionMode(make_handlers(torch.device("cpu"), {}))
+        for name in sorted(set(OPERATIONS) - {"transform"}):
+            expected = differentiate(name, "cpu")
+            with mode:
+                torch.testing.assert_close(differentiate(name, "cpu"), expected, msg=name)
+
+    call_in_fork(use)
+
+
+def test_gradients_on_a_device() -> None:
+    def use(accelerator: VirtualAccelerator) -> None:
+        for name in ("multiply", "conjugate", "concatenate", "transform"):
+            expected = differentiate(name, "cpu")
+            with make_mode(accelerator):
+                actual = [gradient.cpu() for gradient in differentiate(name, accelerator.device())]
+            torch.testing.assert_close(actual, expected, msg=name)
+
+    run_forked("hpu", use, strict=True)
+
+
+def test_composite_operations_in_inference_mode() -> None:
+    pair = ComplexPair(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 4.0]))
+    with torch.inference_mode():
+        assert pair.real.tolist() == [1.0, 3.0]
+        assert pair.imag.tolist() == [2.0, 4.0]
+        assert pair.chunk(2)[1].real.tolist() == [3.0]
+        assert pair.to(torch.complex64).imag.tolist() == [2.0, 4.0]
 
 
 @pytest.mark.xfail(strict=True, raises=RuntimeError, reason="virtual tensors do not defer to pairs")

@@ -7,6 +7,7 @@ operation runs on its real and imaginary tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,15 @@ from anyaccel.runtime.workarounds.dtypes import (
     normalize_new_tensor,
     parse_to_arguments,
 )
-from anyaccel.upstream.torch_internals import make_wrapper_subclass, pad_sequence, tree_map
+from anyaccel.upstream.torch_autograd_internals import record_below_wrapper, resume_autograd
+from anyaccel.upstream.torch_internals import (
+    can_decompose,
+    exclude_dispatch_key,
+    make_wrapper_subclass,
+    pad_sequence,
+    skip_subclass_functions,
+    tree_map,
+)
 
 __all__ = ["ComplexPair", "make_complex_pair", "make_handlers"]
 
@@ -47,7 +56,10 @@ class ComplexPair(Tensor):
     @staticmethod
     def __new__(cls: type[ComplexPair], real: Tensor, imaginary: Tensor) -> ComplexPair:
         """Create a complex64 tensor that refers to two real tensors and has no storage of its own."""
-        pair: ComplexPair = make_wrapper_subclass(cls, real.shape, dtype=torch.complex64, device=real.device)
+        # In inference mode, a view of a normal tensor is a normal tensor. Its wrapper must be one too.
+        needs_normal_tensor = torch.is_inference_mode_enabled() and not real.is_inference()
+        with torch.inference_mode(False) if needs_normal_tensor else nullcontext():
+            pair: ComplexPair = make_wrapper_subclass(cls, real.shape, dtype=torch.complex64, device=real.device)
         pair.real_part, pair.imaginary_part = real, imaginary
         return pair
 
@@ -55,19 +67,39 @@ class ComplexPair(Tensor):
         return f"Pair({tuple(self.shape)}, device={self.device})"
 
     @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a torch function without recording it for the pair, because autograd records it for the two parts."""
+        with skip_subclass_functions(), record_below_wrapper() if torch.is_grad_enabled() else nullcontext():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run one operation on the real and imaginary tensors; raise `LimitError` if it is not supported."""
         kwargs = kwargs or {}
-        special = _SPECIAL.get(func.overloadpacket)
+        special = _SPECIAL.get(func.overloadpacket, _apply_to_parts if func.overloadpacket in _PARTWISE else None)
         if special is not None:
-            return special(func, args, kwargs)
-        if func.overloadpacket not in _PARTWISE:
-            raise LimitError(
-                "the device does not support complex dtypes, and anyaccel has no real-valued replacement for "
-                f"{func.overloadpacket}",
-                hint="run the model on a different device, and report the model and the operation to anyaccel",
-            )
-        return _apply_to_parts(func, args, kwargs)
+            with resume_autograd() if torch.is_grad_enabled() else nullcontext():
+                return special(func, args, kwargs)
+        if can_decompose(func):  # without autograd kernels, composite operations arrive here as a whole
+            return _decompose(func, args, kwargs)
+        raise _make_error(func)
+
+
+def _decompose(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a composite operation as several operations, some of which may have an ordinary tensor as their result."""
+    with resume_autograd() if torch.is_grad_enabled() else nullcontext(), exclude_dispatch_key("ADInplaceOrView"):
+        result = func.decompose(*args, **kwargs)
+    if isinstance(result, ComplexPair) and result.requires_grad:
+        raise _make_error(func, "derivative")  # its history belongs to the parts
+    return result
+
+
+def _make_error(func: Any, missing: str = "replacement") -> LimitError:
+    return LimitError(
+        f"the device does not support complex dtypes, and anyaccel has no real-valued {missing} for "
+        f"{func.overloadpacket}",
+        hint="run the model on a different device, and report the model and the operation to anyaccel",
+    )
 
 
 def make_complex_pair(tensor: Tensor, device: torch.device | str) -> ComplexPair:
@@ -235,6 +267,8 @@ _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten._conj: lambda func, args, kwargs: ComplexPair(args[0].real_part, -args[0].imaginary_part),
     aten._conj_physical: lambda func, args, kwargs: ComplexPair(args[0].real_part, -args[0].imaginary_part),
     aten.conj_physical: lambda func, args, kwargs: ComplexPair(args[0].real_part, -args[0].imaginary_part),
+    aten.real: lambda func, args, kwargs: args[0].real_part,
+    aten.imag: lambda func, args, kwargs: args[0].imaginary_part,
     aten.abs: lambda func, args, kwargs: torch.hypot(args[0].real_part, args[0].imaginary_part),
     aten.angle: lambda func, args, kwargs: torch.atan2(args[0].imaginary_part, args[0].real_part),
     aten._local_scalar_dense: lambda func, args, kwargs: complex(
