@@ -1,6 +1,6 @@
 """`anyaccel run`: unmodified CUDA scripts on virtual devices.
 
-Every sixth program runs on one of the devices here. `python -m tests.cuda_scripts` and the slow test run all programs
+Every twelfth program runs on one of the devices here. `python -m tests.cuda_scripts` and the slow test run all programs
 on all devices.
 """
 
@@ -43,9 +43,9 @@ def find_reference(program: str, models: Path) -> ProgramOutcome | None:
 
 @pytest.mark.long
 @NEEDS_RECIPES
-@pytest.mark.parametrize("number", range(0, len(PROGRAMS), 6), ids=PROGRAMS[::6])
+@pytest.mark.parametrize("number", range(0, len(PROGRAMS), 12), ids=PROGRAMS[::12])
 def test_program_runs_on_a_device(number: int, models: Path) -> None:
-    program, device = PROGRAMS[number], DEVICES[number // 6 % len(DEVICES)]
+    program, device = PROGRAMS[number], DEVICES[number // 12 % len(DEVICES)]
     outcome = run_on(device, program, models)
     assert compare(outcome, find_reference(program, models)) == "", outcome.stderr
 

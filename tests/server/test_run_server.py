@@ -25,17 +25,17 @@ from anyaccel.server.worker.messages import ModelsReady
 from tests.server.kills import kill_repeatedly
 from tests.server.live import Live
 
-LONG = {"prompt": "a dog", "num_inference_steps": 1000, "seed": 1}
+LONG = {"prompt": "a dog", "num_inference_steps": 20_000, "seed": 1}
 """A job that is still running whenever a test checks it."""
-LIMITS = ("--limit", "max_steps=1000")
+LIMITS = ("--limit", "max_steps=20000")
 
 
 @pytest.mark.long
-def test_deadlines_a_killed_service_a_dead_worker_and_a_graceful_shutdown(tmp_path: Path) -> None:
+def test_deadlines_a_killed_service_a_dead_worker_and_a_graceful_shutdown(tmp_path: Path, folder: Path) -> None:
     """One test with two services: each service and each new worker imports torch and diffusers."""
-    killed = Live(tmp_path, "--max-batch", "1", "--limit", "deadline_s=6", *LIMITS)
+    killed = Live(tmp_path, f"tiny={folder}", "--max-batch", "1", "--limit", "deadline_s=6", *LIMITS)
     jobs = check_deadline_and_kill(killed)
-    restarted = Live(tmp_path, "--max-batch", "1", *LIMITS)
+    restarted = Live(tmp_path, f"tiny={folder}", "--max-batch", "1", *LIMITS)
     with restarted.http() as http:
         for job in jobs:
             assert restarted.wait_state(http, job, "done")["images"][0]["seed"] == LONG["seed"]
@@ -61,7 +61,7 @@ def check_deadline_and_kill(live: Live) -> list[str]:
         assert live.wait_state(http, waiting, "failed")["error"]["code"] == "deadline_exceeded"
         short = http.post("/v1/images/generations", json={**LONG, "num_inference_steps": 1})
         assert short.status_code == 200
-        steps = (40, 2, 2)
+        steps = (100, 2, 2)
         jobs = [http.post("/v1/jobs", json={**LONG, "num_inference_steps": count}).json()["id"] for count in steps]
         live.wait_state(http, jobs[0], "running")
     live.end(signal.SIGKILL)
@@ -71,7 +71,7 @@ def check_deadline_and_kill(live: Live) -> list[str]:
 def check_graceful_shutdown(live: Live, http: httpx.Client) -> None:
     """Check that a service that gets SIGTERM finishes its running job, rejects new ones and ends its worker."""
     responses: list[httpx.Response] = []
-    last = {"prompt": "a cat", "num_inference_steps": 60, "seed": 1}
+    last = {"prompt": "a cat", "num_inference_steps": 100, "seed": 1}
     client = threading.Thread(target=lambda: responses.append(http.post("/v1/images/generations", json=last)))
     with live.http() as other:
         client.start()
@@ -92,9 +92,9 @@ def check_graceful_shutdown(live: Live, http: httpx.Client) -> None:
 
 
 @pytest.mark.slow
-def test_a_dead_and_then_hung_worker_is_replaced_and_the_job_fails(tmp_path: Path) -> None:
+def test_a_dead_and_then_hung_worker_is_replaced_and_the_job_fails(tmp_path: Path, folder: Path) -> None:
     """The same as `test_a_worker_that_hangs_during_a_job_is_replaced`, with real workers."""
-    live = Live(tmp_path, "--max-batch", "1", "--limit", "hang_s=15", *LIMITS)
+    live = Live(tmp_path, f"tiny={folder}", "--max-batch", "1", "--limit", "hang_s=15", *LIMITS)
     with live.http() as http:
         first, second = (http.post("/v1/jobs", json=LONG).json()["id"] for _ in range(2))
         live.wait_state(http, first, "running")
