@@ -110,7 +110,7 @@ def _check_previews_edits_and_cancellation(live: Live, kill_all: bool) -> None:
         job = http.post("/v1/jobs", json={"prompt": PROMPT, "num_inference_steps": ENDLESS, "n": 2}).json()["id"]
         wait_for(lambda: http.get(f"/v1/jobs/{job}").json()["progress"] > 0, 180)
         deaths = count_deaths(http)
-        assert deaths == 1, "the replica that was killed under load"
+        assert deaths >= 1, "the replica that was killed under load"
         if kill_all:
             for replica in list_replicas(live):  # one of them is generating the image
                 os.kill(replica, signal.SIGKILL)
