@@ -174,8 +174,8 @@ def import_pipelines() -> None:
         warnings.simplefilter("ignore")  # import-time warnings of libraries
         for recipe in recipes().values():
             getattr(diffusers, recipe.pipeline, None)
-        recipe = recipes().get("stable-diffusion")
-        if recipe is not None and hasattr(diffusers, recipe.pipeline):
+        if not NEEDS_RECIPES.args[0]:
+            recipe = recipes()["stable-diffusion"]
             run(recipe, anyaccel.place(recipe.make(), "cpu", dtype="float32"))
 
 

@@ -45,7 +45,7 @@ def show_cells() -> None:
     for cell in code_cells(read_notebook()):
         print("cell")
         tree = ast.parse(cell.source)
-        last = ast.Expression(tree.body.pop().value) if isinstance(tree.body[-1], ast.Expr) else None  # type: ignore[attr-defined]
+        last = ast.Expression(tree.body.pop().value) if isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, "<cell>", "exec"), namespace)
         value = eval(compile(last, "<cell>", "eval"), namespace) if last is not None else None
         if value is not None:
