@@ -170,6 +170,7 @@ def import_pipelines() -> None:
     import anyaccel
     from anyaccel.recipes import recipes, run
 
+    logging.disable(logging.WARNING)  # transformers logs which optional libraries are missing
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # import-time warnings of libraries
         for recipe in recipes().values():
@@ -177,6 +178,7 @@ def import_pipelines() -> None:
         if not NEEDS_RECIPES.args[0]:
             recipe = recipes()["stable-diffusion"]
             run(recipe, anyaccel.place(recipe.make(), "cpu", dtype="float32"))
+    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")
