@@ -95,6 +95,8 @@ def pytest_collection_finish() -> None:
     """Exclude the imported libraries and the tests from garbage collection, which would take 0.5 s each time."""
     with suppress(ImportError):
         import hypothesis  # noqa: F401 - its import warns about random generators that the collector does not see
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        import_pipelines()  # most workers need them; a fork that imports them itself takes seconds longer
     gc.freeze()
     gc.enable()
 
@@ -161,17 +163,28 @@ def run_cli() -> RunCli:
     return run
 
 
-@pytest.fixture(scope="session")
-def pipelines_imported() -> None:
-    """Import every pipeline once; otherwise, each forked process would import its pipelines again."""
+def import_pipelines() -> None:
+    """Import every pipeline, and everything that is imported when one is placed and called."""
     import diffusers
 
-    from anyaccel.recipes import recipes
+    import anyaccel
+    from anyaccel.recipes import recipes, run
 
+    logging.disable(logging.WARNING)  # transformers logs which optional libraries are missing
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # import-time warnings of libraries
         for recipe in recipes().values():
             getattr(diffusers, recipe.pipeline, None)
+        if not NEEDS_RECIPES.args[0]:
+            recipe = recipes()["stable-diffusion"]
+            run(recipe, anyaccel.place(recipe.make(), "cpu", dtype="float32"))
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="session")
+def pipelines_imported() -> None:
+    """Import every pipeline once; otherwise, each forked process would import its pipelines again."""
+    import_pipelines()
     gc.freeze()
 
 

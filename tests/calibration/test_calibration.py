@@ -13,7 +13,13 @@ from tests.conftest import NEEDS_RECIPES, SharedCache
 pytestmark = NEEDS_RECIPES
 
 DEVICES = {"mps", "hpu", "neuron", "npu", "xpu", "mlu"}
-WITH_ERROR = [case for case in FAILURES if case.strict_error]
+IN_CHECK = 3
+"""`make check` runs every third case; the slow tests and `make calibrate` run all."""
+WITH_ERROR = [
+    pytest.param(case, id=case.name, marks=pytest.mark.slow if index % IN_CHECK else ())
+    for index, case in enumerate(FAILURES)
+    if case.strict_error
+]
 
 
 def observe_once(case: Case, shared_cache: SharedCache) -> CaseOutcome:
@@ -26,9 +32,9 @@ def observe_once(case: Case, shared_cache: SharedCache) -> CaseOutcome:
     return outcome
 
 
-@pytest.fixture(scope="module", params=[3, pytest.param(1, marks=pytest.mark.slow)], ids=["third", "all"])
+@pytest.fixture(scope="module", params=[IN_CHECK, pytest.param(1, marks=pytest.mark.slow)], ids=["third", "all"])
 def outcomes(request: pytest.FixtureRequest, shared_cache: SharedCache) -> list[CaseOutcome]:
-    """Observe every third case; the slow tests and `make calibrate` observe all."""
+    """Observe the cases that run in `make check`, or all."""
     return [observe_once(case, shared_cache) for case in (*FAILURES[:: request.param], *KNOWN_GOOD[:: request.param])]
 
 
@@ -63,7 +69,7 @@ def test_correct_code_raises_no_false_alarm(outcomes: list[CaseOutcome]) -> None
     assert {name: rows for name, rows in reported.items() if name not in good} == {}
 
 
-@pytest.mark.parametrize("case", WITH_ERROR, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", WITH_ERROR)
 def test_strict_raises_the_documented_error(case: Case, shared_cache: SharedCache) -> None:
     if not observe_once(case, shared_cache).good:
         pytest.skip("not caught, so strict mode has nothing to raise")

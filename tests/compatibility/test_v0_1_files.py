@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 import signal
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -326,14 +325,15 @@ def test_a_chart_is_continued(files: Path, run_cli_forked: RunCli) -> None:
 
 @pytest.mark.long
 @NEEDS_RECIPES
-def test_a_report_is_a_baseline(files: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_is_a_baseline(files: Path, run_cli_forked: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(Path(__file__).parent / "unportable_pipeline.py", files)
     monkeypatch.chdir(files)
     report = json.loads((FILES / "check" / "report.json").read_text())
     violation_count = len(report["devices"]["mps"]["violations"])
     check = ("check", "unportable_pipeline:make", "--device", "mps", "--plain", "--json")
     path = str(files / "check" / "report.json")
-    done = run_cli(*check, "--baseline", path, PYTHONPATH=":".join([str(files), *sys.path]))
+    monkeypatch.syspath_prepend(files)
+    done = run_cli_forked(*check, "--baseline", path)
     assert done.returncode == 0, done.stdout + done.stderr
     (device,) = json.loads(done.stdout)["devices"].values()
     assert device["violations"] == []

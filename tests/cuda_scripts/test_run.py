@@ -1,15 +1,21 @@
 """`anyaccel run`: unmodified CUDA scripts on virtual devices.
 
-Every sixth program runs on one of the devices here. `python -m tests.cuda_scripts` and the slow test run all programs
+Every twelfth program runs on one of the devices here. `python -m tests.cuda_scripts` and the slow test run all programs
 on all devices.
 """
 
+import importlib.abc
+import importlib.machinery
+import sys
 import warnings
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 from anyaccel.cli.run import split_device
+from anyaccel.cuda_scripts.library_patches import _PatchOnImport
 from anyaccel.errors import UsageError
 from tests.conftest import NEEDS_RECIPES, RunCli
 from tests.cuda_scripts.matrix import (
@@ -43,9 +49,9 @@ def find_reference(program: str, models: Path) -> ProgramOutcome | None:
 
 @pytest.mark.long
 @NEEDS_RECIPES
-@pytest.mark.parametrize("number", range(0, len(PROGRAMS), 6), ids=PROGRAMS[::6])
+@pytest.mark.parametrize("number", range(0, len(PROGRAMS), 12), ids=PROGRAMS[::12])
 def test_program_runs_on_a_device(number: int, models: Path) -> None:
-    program, device = PROGRAMS[number], DEVICES[number // 6 % len(DEVICES)]
+    program, device = PROGRAMS[number], DEVICES[number // 12 % len(DEVICES)]
     outcome = run_on(device, program, models)
     assert compare(outcome, find_reference(program, models)) == "", outcome.stderr
 
@@ -67,10 +73,15 @@ def test_90_percent_run_unmodified_on_every_device_and_the_others_give_a_reason(
 
 @pytest.mark.long
 @NEEDS_RECIPES
-def test_run_command_runs_a_script_like_python(run_cli: RunCli, models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", ["run_cli_forked", pytest.param("run_cli", marks=pytest.mark.slow)])
+def test_run_command_runs_a_script_like_python(
+    run: str, models: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Slow in a new process. `test_arguments_path_and_exit_status_of_a_script` starts one too, without diffusers."""
     arguments = [str(models), str(tmp_path), "--steps", "3"]
     script = str(find_program("command_line"))
-    done = run_cli("run", script, *arguments, "--device", "virtual:neuron", HF_HUB_OFFLINE="1")
+    call: RunCli = request.getfixturevalue(run)
+    done = call("run", script, *arguments, "--device", "virtual:neuron", HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "castle.png").is_file()
     assert "mapped 'cuda' to neuron:0 (virtual) on 3 lines; 1 pipeline placed" in done.stderr
@@ -129,12 +140,12 @@ def test_script_runs_on_the_cpu(run_cli_forked: RunCli, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "cpu cpu\n"), done.stderr
 
 
-def test_interrupt_exits_with_130(run_cli: RunCli, tmp_path: Path) -> None:
+def test_interrupt_exits_with_130(run_cli_forked: RunCli, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     # Set the handler: a background process ignores SIGINT.
     handler = "signal.signal(signal.SIGINT, signal.default_int_handler)"
     script.write_text(f"import os, signal\n{handler}\nos.kill(os.getpid(), signal.SIGINT)\n")
-    done = run_cli("run", "--device", "cpu", str(script))
+    done = run_cli_forked("run", "--device", "cpu", str(script))
     assert done.returncode == 130
     assert f'File "{script}", line 3' in done.stderr
 
@@ -153,6 +164,27 @@ def test_invalid_command_line_is_rejected(run_cli_forked: RunCli, call: list[str
     assert done.returncode == 2
     assert message in done.stderr
     assert "hint: " in done.stderr
+
+
+class SharedLoader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """A loader of two modules, one of which imports the other."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self) if name in ("shared_outer", "shared_inner") else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ == "shared_outer":
+            importlib.import_module("shared_inner")
+
+
+def test_a_patch_applies_to_its_module_only_if_others_have_the_same_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched: list[str] = []
+    migration: Any = None
+    finder = _PatchOnImport({"shared_outer": lambda module, _: patched.append(module.__name__)}, migration)
+    monkeypatch.setattr(sys, "meta_path", [finder, SharedLoader(), *sys.meta_path])
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    importlib.import_module("shared_outer")
+    assert patched == ["shared_outer"]
 
 
 def test_device_option_is_split_from_script_arguments() -> None:

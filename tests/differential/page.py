@@ -46,7 +46,7 @@ The allowed difference is relative to the range of the result.
 
 {counts}
 
-CI runs a fixed quarter of the usages on the CPU. To run all of them:
+CI runs a fixed eighth of the usages on the CPU. To run all of them:
 
 ```console
 $ python -m tests.differential --variant cpu split served mps neuron --out build/differential.json

@@ -70,8 +70,9 @@ def test_ledger_names_lines_of_code_without_a_file() -> None:
 
 
 @pytest.mark.long
-def test_plain_diffusers_runs_with_the_variable_and_writes_a_ledger(tmp_path: Path) -> None:
-    """The script imports only torch and diffusers."""
+@pytest.mark.parametrize("run", [fork_program, pytest.param(run_program, marks=pytest.mark.slow)])
+def test_plain_diffusers_runs_with_the_variable_and_writes_a_ledger(run: RunCli, tmp_path: Path) -> None:
+    """The script imports only torch and diffusers. Slow in a new interpreter, which has to import them."""
     ledger = tmp_path / "ledger.json"
     code = """
         import torch
@@ -83,7 +84,7 @@ def test_plain_diffusers_runs_with_the_variable_and_writes_a_ledger(tmp_path: Pa
         pipe.set_progress_bar_config(disable=True)
         print(pipe(num_inference_steps=2, output_type="np", generator=torch.Generator().manual_seed(0)).images.shape)
     """
-    done = run_program(code, ANYACCEL_VIRTUAL="neuron", ANYACCEL_VIRTUAL_LEDGER=str(ledger), HF_HUB_OFFLINE="1")
+    done = run(code, ANYACCEL_VIRTUAL="neuron", ANYACCEL_VIRTUAL_LEDGER=str(ledger), HF_HUB_OFFLINE="1")
     assert done.stdout.endswith("(1, 8, 8, 3)\n"), done.stderr
     rows = json.loads(ledger.read_text())
     assert any(row["file"].startswith("diffusers/") for row in rows)
@@ -133,14 +134,17 @@ def test_unwritable_ledger_path_fails_at_startup(path: str, reason: str) -> None
 
 @pytest.mark.long
 def test_child_process_writes_its_own_ledger(tmp_path: Path) -> None:
-    """The path is resolved at the start, even if the program changes its working directory."""
+    """The path is resolved at the start, even if the program changes its working directory.
+
+    Only the child is a new interpreter.
+    """
     code = """
         import os, subprocess, sys, torch
         os.chdir("/")
         torch.ones(2, device="mps").double()
         subprocess.run([sys.executable, "-W", "ignore", "-c", "import torch; torch.ones(2, device='mps').tolist()"])
     """
-    done = run_program(code, ANYACCEL_VIRTUAL="mps", ANYACCEL_VIRTUAL_LEDGER=str(tmp_path / "ledger.json"))
+    done = fork_program(code, ANYACCEL_VIRTUAL="mps", ANYACCEL_VIRTUAL_LEDGER=str(tmp_path / "ledger.json"))
     assert done.returncode == 0, done.stderr
     limits = {path.name: [row["limit"] for row in json.loads(path.read_text())] for path in tmp_path.iterdir()}
     assert limits.pop("ledger.json") == ["dtypes.float64"]

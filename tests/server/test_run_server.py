@@ -25,20 +25,81 @@ from anyaccel.server.worker.messages import ModelsReady
 from tests.server.kills import kill_repeatedly
 from tests.server.live import Live
 
-LONG = {"prompt": "a dog", "num_inference_steps": 1000, "seed": 1}
+LONG = {"prompt": "a dog", "num_inference_steps": 20_000, "seed": 1}
 """A job that is still running whenever a test checks it."""
-LIMITS = ("--limit", "max_steps=1000")
+LIMITS = ("--limit", "max_steps=20000")
 
 
 @pytest.mark.long
-def test_a_dead_or_hung_worker_is_replaced_and_shutdown_waits_for_running_jobs(tmp_path: Path) -> None:
-    live = Live(tmp_path, "--max-batch", "1", "--limit", "hang_s=15", *LIMITS)
+def test_deadlines_a_killed_service_a_dead_worker_and_a_graceful_shutdown(tmp_path: Path, folder: Path) -> None:
+    """One test with two services: each service and each new worker imports torch and diffusers."""
+    killed = Live(tmp_path, f"tiny={folder}", "--max-batch", "1", "--limit", "deadline_s=6", *LIMITS)
+    jobs = check_deadline_and_kill(killed)
+    restarted = Live(tmp_path, f"tiny={folder}", "--max-batch", "1", *LIMITS)
+    with restarted.http() as http:
+        for job in jobs:
+            assert restarted.wait_state(http, job, "done")["images"][0]["seed"] == LONG["seed"]
+        assert len(http.get("/v1/jobs").json()["data"]) == 6, "no job was created twice"
+        running = http.post("/v1/jobs", json=LONG).json()["id"]
+        restarted.wait_state(http, running, "running")
+        os.kill(restarted.find_worker(), signal.SIGKILL)
+        restarted.wait_state(http, running, "queued")
+        assert http.get("/readyz").status_code == 503
+        assert restarted.wait_state(http, running, "running")["attempts"] == 2
+        http.post(f"/v1/jobs/{running}/cancel")
+        restarted.wait_state(http, running, "cancelled")
+        check_graceful_shutdown(restarted, http)
+
+
+def check_deadline_and_kill(live: Live) -> list[str]:
+    """Check the deadline of queued and running jobs, then kill the service; return its unfinished jobs."""
+    with live.http() as http:
+        waiting = http.post("/v1/jobs", json=LONG).json()["id"]
+        live.wait_state(http, waiting, "running")
+        late = http.post("/v1/images/generations", json=LONG)
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded"), "while it was queued"
+        assert live.wait_state(http, waiting, "failed")["error"]["code"] == "deadline_exceeded"
+        short = http.post("/v1/images/generations", json={**LONG, "num_inference_steps": 1})
+        assert short.status_code == 200
+        steps = (100, 2, 2)
+        jobs = [http.post("/v1/jobs", json={**LONG, "num_inference_steps": count}).json()["id"] for count in steps]
+        live.wait_state(http, jobs[0], "running")
+    live.end(signal.SIGKILL)
+    return jobs
+
+
+def check_graceful_shutdown(live: Live, http: httpx.Client) -> None:
+    """Check that a service that gets SIGTERM finishes its running job, rejects new ones and ends its worker."""
+    responses: list[httpx.Response] = []
+    last = {"prompt": "a cat", "num_inference_steps": 100, "seed": 1}
+    client = threading.Thread(target=lambda: responses.append(http.post("/v1/images/generations", json=last)))
+    with live.http() as other:
+        client.start()
+        end = time.monotonic() + 180
+        while not any(job["state"] == "running" for job in other.get("/v1/jobs").json()["data"]):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        worker = live.find_worker()
+        live.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        late = other.post("/v1/jobs", json=LONG)
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "not_ready")
+        client.join(180)
+    assert responses[0].status_code == 200
+    assert len(responses[0].json()["data"]) == 1
+    assert live.end() == 0
+    assert not psutil.pid_exists(worker)
+
+
+@pytest.mark.slow
+def test_a_dead_and_then_hung_worker_is_replaced_and_the_job_fails(tmp_path: Path, folder: Path) -> None:
+    """The same as `test_a_worker_that_hangs_during_a_job_is_replaced`, with real workers."""
+    live = Live(tmp_path, f"tiny={folder}", "--max-batch", "1", "--limit", "hang_s=15", *LIMITS)
     with live.http() as http:
         first, second = (http.post("/v1/jobs", json=LONG).json()["id"] for _ in range(2))
         live.wait_state(http, first, "running")
         os.kill(live.find_worker(), signal.SIGKILL)
         live.wait_state(http, first, "queued")
-        assert http.get("/readyz").status_code == 503
         assert live.wait_state(http, first, "running")["attempts"] == 2
         hung = live.find_worker()
         os.kill(hung, signal.SIGSTOP)
@@ -46,26 +107,8 @@ def test_a_dead_or_hung_worker_is_replaced_and_shutdown_waits_for_running_jobs(t
         assert failed["error"]["code"] == "worker_died", "a job is retried only once"
         assert not psutil.pid_exists(hung)
         http.post(f"/v1/jobs/{second}/cancel")
-        responses: list[httpx.Response] = []
-        last = {"prompt": "a cat", "num_inference_steps": 60, "seed": 1}
         live.wait_state(http, second, "cancelled")
-        client = threading.Thread(target=lambda: responses.append(http.post("/v1/images/generations", json=last)))
-        with live.http() as other:
-            client.start()
-            end = time.monotonic() + 180
-            while not any(job["state"] == "running" for job in other.get("/v1/jobs").json()["data"]):
-                assert time.monotonic() < end
-                time.sleep(0.02)
-            worker = live.find_worker()
-            live.process.send_signal(signal.SIGTERM)
-            time.sleep(0.2)
-            late = other.post("/v1/jobs", json=LONG)
-            assert (late.status_code, late.json()["error"]["code"]) == (503, "not_ready")
-            client.join(180)
-        assert responses[0].status_code == 200
-        assert len(responses[0].json()["data"]) == 1
     assert live.end() == 0
-    assert not psutil.pid_exists(worker)
 
 
 @pytest.mark.slow
@@ -135,6 +178,29 @@ class NeverFinishes(HangsAtFirstStart):
         return
 
 
+def test_a_worker_that_hangs_during_a_job_is_replaced(tmp_path: Path) -> None:
+    settings = ServerSettings(models=(), data=tmp_path, limits=replace(ServerLimits(), hang_s=0.5))
+    jobs, workers = JobStore(tmp_path), list[NeverFinishes]()
+    jobs.submit({"seeds": [1], "output_format": "png"})
+
+    def start_worker(_: ServerSettings) -> NeverFinishes:
+        workers.append(NeverFinishes())
+        return workers[-1]
+
+    dispatcher = Dispatcher(settings, jobs, EventBus(), Metrics(jobs), start_worker)
+    dispatcher.start()
+    end = time.monotonic() + 60
+    while len(workers) < 3:
+        assert time.monotonic() < end, jobs.list()
+        time.sleep(0.01)
+    [job] = jobs.list()
+    assert job.error is not None
+    assert (job.state, job.attempts, job.error["code"]) == ("failed", 2, "worker_died"), "a job is retried only once"
+    assert all(worker.ended.is_set() for worker in workers[:2])
+    dispatcher.stop()
+    jobs.close()
+
+
 def test_a_job_survives_repeated_normal_shutdowns(tmp_path: Path) -> None:
     settings = ServerSettings(models=(), data=tmp_path)
     for number in range(3):
@@ -197,26 +263,3 @@ def test_an_address_reachable_from_other_machines_requires_a_key() -> None:
         check_address(host, (), without_key=True)
     for host in ("127.0.0.1", "localhost", "::1", "127.8.8.8"):
         check_address(host, (), without_key=False)
-
-
-@pytest.mark.long
-def test_requests_have_a_deadline_and_a_kill_loses_no_job(tmp_path: Path) -> None:
-    live = Live(tmp_path, "--max-batch", "1", "--limit", "deadline_s=6", *LIMITS)
-    with live.http() as http:
-        waiting = http.post("/v1/jobs", json=LONG).json()["id"]
-        live.wait_state(http, waiting, "running")
-        late = http.post("/v1/images/generations", json=LONG)
-        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded"), "while it was queued"
-        assert live.wait_state(http, waiting, "failed")["error"]["code"] == "deadline_exceeded"
-        short = http.post("/v1/images/generations", json={**LONG, "num_inference_steps": 1})
-        assert short.status_code == 200
-        steps = (40, 2, 2)
-        jobs = [http.post("/v1/jobs", json={**LONG, "num_inference_steps": count}).json()["id"] for count in steps]
-        live.wait_state(http, jobs[0], "running")
-    live.end(signal.SIGKILL)
-    restarted = Live(tmp_path, "--max-batch", "1")
-    with restarted.http() as http:
-        for job in jobs:
-            assert restarted.wait_state(http, job, "done")["images"][0]["seed"] == LONG["seed"]
-        assert len(http.get("/v1/jobs").json()["data"]) == 6, "no job was created twice"
-    assert restarted.end() == 0

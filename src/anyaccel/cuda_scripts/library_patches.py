@@ -68,9 +68,10 @@ class _PatchOnImport(importlib.abc.MetaPathFinder):
 
         def execute_and_patch(module: ModuleType) -> None:
             execute(module)
-            patch(module, self.migration)
+            # Some loaders, such as pytest's, load more than one module.
+            if module.__name__ == name:
+                patch(module, self.migration)
 
-        # The loader belongs to this spec, so no other module is affected.
         spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
         return spec
 

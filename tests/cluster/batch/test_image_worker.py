@@ -50,3 +50,4 @@ def test_rows_of_a_failed_call_run_alone_and_each_has_its_error(worker: ImageWor
     assert all(isinstance(outcome, RowFailed) and outcome.error for outcome in failed)
     failed = worker.generate(rows(width=17))
     assert [isinstance(outcome, RowFailed) and "hint: " in outcome.error for outcome in failed] == [True] * 3
+    assert all(isinstance(outcome, RowFailed) and "width must be a multiple of" in outcome.error for outcome in failed)

@@ -95,8 +95,11 @@ def kill_worker_and_main_process(batch: "subprocess.Popen[str]", out: Path) -> l
     return workers
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_workers_and_the_main_process_may_die(tmp_path: Path, reference: Path, model: str) -> None:
+    """The parts run in every check: test_runner.py replaces dead workers, test_rows.py resumes a folder, and in
+    tests/processes/test_pipe_worker.py workers end with their parent.
+    """
     rows = reference / "rows.jsonl"
     for attempt in range(10):  # on a busy machine, all rows may finish before anything is killed
         out = tmp_path / str(attempt)
@@ -134,8 +137,9 @@ def test_an_interrupted_batch_says_how_to_resume(terminated: bool, tmp_path: Pat
     assert "leaked" not in errors
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_failed_row_is_reported_and_the_others_finish(tmp_path: Path, model: str) -> None:
+    """The same as the next test, test_runner.py and test_image_worker.py, with a real worker."""
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out"
     rows.write_text(
         '{"prompt": "a cat", "num_inference_steps": 1}\n'
@@ -150,6 +154,14 @@ def test_a_failed_row_is_reported_and_the_others_finish(tmp_path: Path, model: s
     failed = {line["row"]: line["error"] for line in read_manifest(out) if "error" in line}
     assert set(failed) == {2, 3}
     assert "width must be a multiple of" in failed[2]
+
+
+def test_the_exit_status_is_1_if_a_row_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = BatchSummary(rows=4, done=2, failed=2, made=2, seconds=1.0)
+    monkeypatch.setattr("anyaccel.cluster.batch.start.run_batch", lambda job, listener: summary)
+    result = CliRunner().invoke(app, ["batch", "rows.jsonl", "--out", "out"])
+    assert result.exit_code == 1, result.output
+    assert "2 of 4 images, 2 failed" in result.output
 
 
 @pytest.mark.parametrize(
@@ -174,10 +186,11 @@ def test_invalid_input_is_rejected_before_a_worker_starts(
     check_rejected(run_cli_forked, tmp_path, content, options, message)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_argument_unknown_to_the_model_is_rejected_before_any_row_runs(
     run_cli_forked: RunCli, tmp_path: Path, model: str
 ) -> None:
+    """The same as a test in test_runner.py and one in test_rows.py, with a real worker."""
     row = '{"prompt": "x", "sedd": 3}'
     check_rejected(run_cli_forked, tmp_path, row, ["--model", model], "unknown argument 'sedd'")
 

@@ -322,8 +322,12 @@ def check_first_noise(device: str, name: str, model: str, dtypes: tuple[torch.dt
 
 
 @NEEDS_RECIPES
-@pytest.mark.parametrize("device", ["cpu", *DEVICES])
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", *(pytest.param(name, marks=() if name in ("mps", "neuron") else pytest.mark.slow) for name in DEVICES)],
+)
 def test_seed_gives_the_same_noise_on_every_device_dtype_and_batch_size(device: str) -> None:
+    """Slow on the devices that differ from Neuron only in their sheet."""
     check_first_noise(device, TEXT_TO_IMAGE, "unet", DTYPES)
 
 

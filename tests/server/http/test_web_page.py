@@ -20,7 +20,7 @@ from tests.server.conftest import CAROL
 from tests.server.live import Live
 
 SECRET = CAROL
-SIDE = 128
+SIDE = 64
 LONG, WITH_PREVIEWS, SHORT = 2000, 60, 6
 HTML_PROMPT = "<img src=x onerror=window.broken=1>"
 COUNT_PREVIEWS = """
