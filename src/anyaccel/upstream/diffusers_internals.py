@@ -82,8 +82,15 @@ def is_argument_error(error: BaseException) -> bool:
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next
-    name = "" if innermost is None else innermost.tb_frame.f_code.co_name
+    # Errors of a user's pipeline stay as they are: the user may catch them by their type.
+    if innermost is None or type(error) not in (ValueError, TypeError) or not _is_from_diffusers(innermost.tb_frame):
+        return False
+    name = innermost.tb_frame.f_code.co_name
     return name == "check_inputs" or (name == "prepare_latents" and "list of generators" in str(error))
+
+
+def _is_from_diffusers(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("diffusers.")
 
 
 @lru_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import diffusers
@@ -234,6 +235,45 @@ def subclass_overrides_a_step(session: Session) -> Any:
     pipe = session.place(Pipeline(**session.make(place=False).components))
     pipe.set_progress_bar_config(disable=True)
     return session.run(pipe)
+
+
+@usage(CALL)
+def output_with_own_fields(session: Session) -> Any:
+    """A subclass whose output has fields named `seeds` and `plan`."""
+
+    @dataclass
+    class Output(diffusers.utils.BaseOutput):
+        images: Any
+        seeds: list[int]
+        plan: str
+
+    class Pipeline(diffusers.StableDiffusionPipeline):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return Output(images=super().__call__(*args, **kwargs).images, seeds=[3, 4], plan="mine")
+
+    pipe = session.place(Pipeline(**session.make(place=False).components))
+    pipe.set_progress_bar_config(disable=True)
+    output = pipe(**session.arguments())
+    return {"images": as_array(output.images), "seeds": output.seeds, "plan": output.plan, "names": list(output)}
+
+
+@usage(CALL)
+def own_error_of_check_inputs(session: Session) -> Any:
+    """A subclass whose `check_inputs` raises an exception class of its own."""
+
+    class SizeError(ValueError):
+        pass
+
+    class Pipeline(diffusers.StableDiffusionPipeline):
+        def check_inputs(self, *args: Any, **kwargs: Any) -> None:
+            raise SizeError("too large", 5)
+
+    pipe = session.place(Pipeline(**session.make(place=False).components))
+    try:
+        pipe(**session.arguments())
+    except SizeError as error:
+        return {"arguments": list(error.args)}
+    return {"arguments": []}
 
 
 @usage(CALL)

@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -191,10 +191,11 @@ def _warn_tiling(placement: Placement) -> None:
 
 
 def _attach_plan(result: Any, placement: Placement, request: CallRequest) -> None:
-    """Add `plan` and `seeds` attributes to a pipeline's output object; leave tuples unchanged."""
+    """Add `plan` and `seeds` attributes to a pipeline's output object; leave tuples and its own fields unchanged."""
     if hasattr(result, "to_tuple"):
         plan = replace(placement.plan, report=replace(placement.report))  # later calls change the pipeline's report
-        vars(result)["plan"], vars(result)["seeds"] = plan, request.seeds
+        own = {field.name for field in fields(result)} if is_dataclass(result) else set(vars(result))
+        vars(result).update({k: v for k, v in {"plan": plan, "seeds": request.seeds}.items() if k not in own})
 
 
 def _needs_no_function_mode(placement: Placement, plan: Plan, source: NoiseSource) -> bool:
