@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -31,6 +32,7 @@ __all__ = [
     "has_custom_processors",
     "has_hook",
     "is_argument_error",
+    "is_hook_forward",
     "is_uneven_share",
     "make_tensor_parallel_config",
     "read_alpha_sigma",
@@ -71,6 +73,12 @@ def has_hook(attributes: Mapping[str, Any]) -> bool:
     # An empty registry does not count: `cache_context` adds one to every denoiser.
     registry = attributes.get(HOOK_ATTRIBUTE)
     return registry is not None and bool(registry.hooks)
+
+
+def is_hook_forward(forward: Any) -> bool:
+    """Return whether a hook registry has created this `forward` (hooks/hooks.py, `HookRegistry.register_hook`)."""
+    function = forward.func if isinstance(forward, functools.partial) else None
+    return getattr(function, "__module__", None) == "diffusers.hooks.hooks"
 
 
 def is_argument_error(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""Layer streaming: weights stay in host memory and each layer is copied to the device when it runs.
+"""Layer streaming: weights stay in host memory, or in mapped files, and each layer is copied to the device when it runs.
 
 This is diffusers' group offloading with one leaf module per group. Blocks are not used as groups
 for two reasons. One block of the Stable Diffusion XL UNet holds 47% of its weights, and block-level
@@ -12,19 +12,30 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 import torch
 
+from anyaccel.forward_overrides import ForwardOverrides
 from anyaccel.library_logging import drop_log_records_always
-from anyaccel.upstream.diffusers_internals import GROUP_OFFLOADING, HOOK_ATTRIBUTE, PREFETCH_HOOKS, SKIPPED_LAYERS
+from anyaccel.upstream.diffusers_internals import (
+    GROUP_OFFLOADING,
+    HOOK_ATTRIBUTE,
+    PREFETCH_HOOKS,
+    SKIPPED_LAYERS,
+    is_hook_forward,
+)
+from anyaccel.upstream.torch_internals import read_version
 
-__all__ = ["end_streaming_call", "has_new_weights", "is_streamed", "start_streaming", "stop_streaming"]
+__all__ = ["end_streaming_call", "has_unstreamed_layers", "is_streamed", "start_streaming", "stop_streaming"]
 
 # Attributes that are added to diffusers' hook registries: the `forward` in the module's `__dict__` before streaming (or
 # None), and the parameters of the model when streaming began.
 _ORIGINAL_FORWARD = "_anyaccel_before"
 _WEIGHTS = "_anyaccel_weights"
+# Modules that are never called, so that a hook of theirs would never run.
+_CONTAINERS = (torch.nn.ParameterDict, torch.nn.ParameterList, torch.nn.ModuleDict, torch.nn.ModuleList)
 
 
 def start_streaming(model: torch.nn.Module, device: torch.device, *, use_stream: bool, pin: bool) -> None:
@@ -46,6 +57,7 @@ def start_streaming(model: torch.nn.Module, device: torch.device, *, use_stream:
         model, device, offload_type="leaf_level", use_stream=use_stream, low_cpu_mem_usage=use_stream and not pin
     )
     _join_attention_groups(model)
+    _join_container_groups(model)
     for _, registry in _list_registries(model):
         hook = registry.get_hook(GROUP_OFFLOADING)
         if hook is not None:
@@ -65,7 +77,8 @@ def _make_group_class() -> type:
 
         Without a stream, diffusers copies weights back to the CPU after each layer, which takes 13.2 s
         instead of 4.0 s per step for FLUX.1-schnell on one H200. With a stream, diffusers restores the
-        tensors that it saved at the start, which would discard a later `weight.data = tensor`.
+        tensors that it saved at the start, which would discard a later `weight.data = tensor`. Values that
+        the layer itself changes, such as the statistics of a batch norm, are copied back.
         """
 
         @torch.compiler.disable()  # type: ignore[untyped-decorator]
@@ -77,9 +90,15 @@ def _make_group_class() -> type:
                 if stored is None or stored.data_ptr() != tensor.data_ptr():  # replaced by the user
                     self.cpu_param_dict[tensor] = tensor.data
             super().onload_()
+            self.versions = {
+                tensor: read_version(tensor) for tensor in self.cpu_param_dict if tensor.device != self.offload_device
+            }
 
         @torch.compiler.disable()  # type: ignore[untyped-decorator]
         def offload_(self) -> None:
+            for tensor, version in vars(self).pop("versions", {}).items():
+                if read_version(tensor) != version:
+                    self.cpu_param_dict[tensor].copy_(tensor.data.to(self.offload_device))
             if self.stream is None:
                 for tensor in list(self.cpu_param_dict):
                     tensor.data = self.cpu_param_dict.pop(tensor)
@@ -93,12 +112,27 @@ def is_streamed(model: torch.nn.Module) -> bool:
     return hasattr(vars(model).get(HOOK_ATTRIBUTE), _WEIGHTS)
 
 
-def has_new_weights(model: torch.nn.Module) -> bool:
-    """Return whether parameters of a streamed model were added or replaced after streaming started."""
+def has_unstreamed_layers(model: torch.nn.Module) -> bool:
+    """Return whether a streamed model has layers that are not streamed.
+
+    This is the case if parameters were added or replaced after streaming started, or if the user deleted
+    the `forward` of a module, and with it the hook.
+    """
     if not is_streamed(model):
         return False
     before, now = getattr(vars(model)[HOOK_ATTRIBUTE], _WEIGHTS), tuple(model.parameters())
-    return len(before) != len(now) or not all(map(operator.is_, before, now))
+    if len(before) != len(now) or not all(map(operator.is_, before, now)):
+        return True
+    return any(registry.hooks and _find_forward(module) is None for module, registry in _list_registries(model))
+
+
+def _find_forward(module: torch.nn.Module) -> Any:
+    """Return the function that replaced the module's `forward`, beneath anyaccel's own overrides, or None."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, ForwardOverrides):
+        forward = forward.beneath
+    is_original = isinstance(forward, MethodType) and forward.__func__ is type(module).forward
+    return None if is_original else forward
 
 
 def end_streaming_call(model: torch.nn.Module, *, failed: bool = False) -> None:
@@ -122,14 +156,34 @@ def stop_streaming(model: torch.nn.Module) -> None:
     end_streaming_call(model)
     delattr(vars(model)[HOOK_ATTRIBUTE], _WEIGHTS)
     for module, registry in _list_registries(model):
-        registry.remove_hook(GROUP_OFFLOADING, recurse=False)
+        forward, is_replaced = vars(module).get("forward"), _is_forward_replaced(module)
+        _remove_streaming_hook(registry)
         original = vars(registry).pop(_ORIGINAL_FORWARD, registry)
+        if is_replaced:
+            vars(module)["forward"] = forward
         if registry.hooks or original is registry:  # the registry has other hooks, or was not created by streaming
             continue
         del vars(module)[HOOK_ATTRIBUTE]
+        if is_replaced:
+            continue
         vars(module).pop("forward", None)
         if original is not None:
             vars(module)["forward"] = original
+
+
+def _is_forward_replaced(module: torch.nn.Module) -> bool:
+    """Return whether the user replaced the `forward` of a module after streaming started."""
+    forward = _find_forward(module)
+    return forward is not None and not is_hook_forward(forward)
+
+
+def _remove_streaming_hook(registry: Any) -> None:
+    """Remove the hook; a `forward` of the user may still call diffusers' function, which then does nothing else."""
+    hook = registry.get_hook(GROUP_OFFLOADING)
+    if hook is not None:
+        hook.fn_ref.pre_forward = lambda module, *args, **kwargs: (args, kwargs)
+        hook.fn_ref.post_forward = lambda module, output: output
+        registry.remove_hook(GROUP_OFFLOADING, recurse=False)
 
 
 def _join_attention_groups(model: torch.nn.Module) -> None:
@@ -143,6 +197,30 @@ def _join_attention_groups(model: torch.nn.Module) -> None:
             group.modules.append(module.out_proj)
             group.cpu_param_dict.update(last.cpu_param_dict)
             inner.remove_hook(GROUP_OFFLOADING, recurse=False)
+
+
+def _join_container_groups(model: torch.nn.Module) -> None:
+    """Stream parameters in containers, such as those of LoHa adapters, together with the module that contains them."""
+    from diffusers.hooks.hooks import HookRegistry
+
+    parents = {child: module for module in model.modules() for child in module.children()}
+    for container, registry in list(_list_registries(model)):
+        hook = registry.get_hook(GROUP_OFFLOADING)
+        if hook is None or not isinstance(container, _CONTAINERS) or container not in parents:
+            continue
+        owner = parents[container]
+        while isinstance(owner, _CONTAINERS) and owner in parents:
+            owner = parents[owner]
+        registry.remove_hook(GROUP_OFFLOADING, recurse=False)
+        owner_registry = HookRegistry.check_if_exists_or_initialize(owner)
+        owner_hook = owner_registry.get_hook(GROUP_OFFLOADING)
+        if owner_hook is None:
+            hook.group.onload_leader = hook.group.offload_leader = owner
+            owner_registry.register_hook(hook, GROUP_OFFLOADING)
+        else:
+            owner_hook.group.parameters += hook.group.parameters
+            owner_hook.group.buffers += hook.group.buffers
+            owner_hook.group.cpu_param_dict.update(hook.group.cpu_param_dict)
 
 
 def _list_registries(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:
