@@ -14,7 +14,7 @@ from anyaccel.planning.footprint import Footprint, MemorySavings, ModelCall, Mod
 from anyaccel.planning.kernel_workspace import Workspace
 from anyaccel.planning.limit_hits import TraceFacts
 from anyaccel.tracing.pipeline_trace import PipelineTrace
-from anyaccel.upstream.diffusers_internals import read_never_offloaded, supports_group_offloading
+from anyaccel.upstream.diffusers_internals import read_never_offloaded, read_offload_order, supports_group_offloading
 from anyaccel.upstream.torch_internals import read_parameter_table
 
 __all__ = ["Measurement", "set_vae_tiling", "supports_streaming"]
@@ -84,8 +84,6 @@ class Measurement:
         self.traced.run(self.pipe, self.arguments(images), self.workspace, attention, setting=savings.vae_in_parts)
         if first:
             self.trace_facts = self.traced.trace_facts
-        # diffusers' own order: "text_encoder->unet->vae".
-        order = str(getattr(self.pipe, "model_cpu_offload_seq", None) or "").split("->")
         return Footprint(
             pipeline=type(self.pipe).__name__,
             dtype=str(self.pipe.dtype).removeprefix("torch."),
@@ -93,7 +91,7 @@ class Measurement:
             images=images,
             models=self._models,
             model_calls=self._read_model_calls(),
-            offload_order=tuple(name for name in order if name),
+            offload_order=read_offload_order(self.pipe),
             never_offloaded=self.never_offloaded,
             never_streamed=self._never_streamed,
             fixed_bytes=self.workspace.fixed_bytes,

@@ -39,6 +39,7 @@ __all__ = [
     "read_dtype_argument",
     "read_float32_modules",
     "read_never_offloaded",
+    "read_offload_order",
     "read_parallel_plan",
     "read_progress_bar_config",
     "read_repeated_blocks",
@@ -239,6 +240,12 @@ def casts_components(pipeline_class: Any) -> bool:
 def read_never_offloaded(pipe: Any) -> tuple[str, ...]:
     """Return the names of the models that CPU offloading skips (pipelines/pipeline_utils.py)."""
     return tuple(getattr(pipe, "_exclude_from_cpu_offload", ()))
+
+
+def read_offload_order(pipe: Any) -> tuple[str, ...]:
+    """Return the names of the models that replace one another under CPU offloading, in the order of their calls."""
+    order = str(getattr(pipe, "model_cpu_offload_seq", None) or "").split("->")
+    return tuple(name for name in order if name)
 
 
 def supports_group_offloading(model: Any) -> bool:

@@ -9,6 +9,7 @@ The private diffusers names that this module uses are listed in `upstream/diffus
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from collections.abc import Iterator
@@ -56,16 +57,21 @@ def start_streaming(model: torch.nn.Module, device: torch.device, *, use_stream:
     apply_group_offloading(
         model, device, offload_type="leaf_level", use_stream=use_stream, low_cpu_mem_usage=use_stream and not pin
     )
-    _join_attention_groups(model)
-    _join_container_groups(model)
-    for _, registry in _list_registries(model):
+    for module, registry in _list_registries(model):
         hook = registry.get_hook(GROUP_OFFLOADING)
         if hook is not None:
             hook.group.__class__ = _make_group_class()
+            hook.group.owners = [] if hook.group.modules else [module]
+    _join_attention_groups(model)
+    _join_container_groups(model)
     registry = HookRegistry.check_if_exists_or_initialize(model)
     setattr(registry, _WEIGHTS, tuple(model.parameters()))
     for module, registry in _list_registries(model):
         setattr(registry, _ORIGINAL_FORWARD, originals[module])
+        registry.__class__ = _make_registry_class()
+        forward = vars(module).get("forward")
+        if is_hook_forward(forward):
+            vars(module)["forward"] = _StreamingForward(forward.func, *forward.args)
 
 
 @functools.cache
@@ -80,6 +86,18 @@ def _make_group_class() -> type:
         tensors that it saved at the start, which would discard a later `weight.data = tensor`. Values that
         the layer itself changes, such as the statistics of a batch norm, are copied back.
         """
+
+        owners: list[torch.nn.Module]
+        """Modules that are not streamed with their children, only with their own parameters and buffers."""
+
+        # diffusers stores lists, which do not contain parameters that were replaced since.
+        @property
+        def parameters(self) -> list[torch.nn.Parameter]:
+            return [tensor for owner in self.owners for tensor in owner.parameters(recurse=False)]
+
+        @property
+        def buffers(self) -> list[torch.Tensor]:
+            return [tensor for owner in self.owners for tensor in owner.buffers(recurse=False)]
 
         @torch.compiler.disable()  # type: ignore[untyped-decorator]
         def onload_(self) -> None:
@@ -105,6 +123,33 @@ def _make_group_class() -> type:
             super().offload_()  # does not copy tensors that are already on the CPU
 
     return HostBackedGroup
+
+
+@functools.cache
+def _make_registry_class() -> type:
+    from diffusers.hooks.hooks import HookRegistry
+
+    class StreamingRegistry(HookRegistry):
+        """A hook registry that is empty in copies of the model, which are not streamed."""
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> HookRegistry:
+            return HookRegistry(copy.deepcopy(self._module_ref, memo))
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return HookRegistry, (self._module_ref,)
+
+    return StreamingRegistry
+
+
+class _StreamingForward(functools.partial[Any]):
+    """A module's `forward` with hooks; in copies of the module, it is the method of the module's class."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = copy.deepcopy(self.args[0], memo)
+        return MethodType(type(module).forward, module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.args[0], "forward")  # the method of the class: pickle restores `__dict__` later
 
 
 def is_streamed(model: torch.nn.Module) -> bool:
@@ -218,8 +263,7 @@ def _join_container_groups(model: torch.nn.Module) -> None:
             hook.group.onload_leader = hook.group.offload_leader = owner
             owner_registry.register_hook(hook, GROUP_OFFLOADING)
         else:
-            owner_hook.group.parameters += hook.group.parameters
-            owner_hook.group.buffers += hook.group.buffers
+            owner_hook.group.owners.append(container)
             owner_hook.group.cpu_param_dict.update(hook.group.cpu_param_dict)
 
 

@@ -1,14 +1,12 @@
 """Memory modes: keep all weights on the device, or only those of one phase, model or layer.
 
-`component` is diffusers' model CPU offload, `layer` is diffusers' group offloading (`group_offload`),
-and `phase` is implemented in `phase_offload`. On devices that share memory with the CPU, weights on
-the CPU would need the same memory. There, the weights are mapped from files (`mapped_weights`).
+`layer` is diffusers' group offloading (`group_offload`); `component` and `phase` are implemented in
+`model_offload`. On devices that share memory with the CPU, weights on the CPU would need the same
+memory. There, the weights are mapped from files (`mapped_weights`).
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,11 +24,11 @@ from anyaccel.runtime.placement.group_offload import (
     stop_streaming,
 )
 from anyaccel.runtime.placement.mapped_weights import map_weights
-from anyaccel.runtime.placement.phase_offload import PhaseHook, PhaseLoader
+from anyaccel.runtime.placement.model_offload import LoadHook, ModelLoader
 from anyaccel.runtime.placement_state import being_offloaded
 from anyaccel.tracing.footprint_measurement import supports_streaming
 from anyaccel.upstream.accelerate_internals import find_hook, has_hook, set_hook
-from anyaccel.upstream.diffusers_internals import PIPELINE_HOOKS, read_never_offloaded
+from anyaccel.upstream.diffusers_internals import PIPELINE_HOOKS, read_never_offloaded, read_offload_order
 
 __all__ = ["end_phase", "has_unstreamed_weights", "map_offloaded_weights", "move_to_cpu", "set_residence"]
 
@@ -47,17 +45,12 @@ def set_residence(pipe: Any, residence: Residence, device: torch.device, opened:
     with being_offloaded(pipe), torch.no_grad():
         if residence == "resident":
             pipe.to(device, silence_dtype_warnings=True, hpu_migration=False)
-        elif residence == "component":
-            pipe.enable_model_cpu_offload(device=device)
-            for model in find_models(pipe).values():
-                if find_hook(model) is not None:
-                    set_override(model, Slot.WEIGHTS, _LoadWeights(model))
         elif is_host(device):
             return  # the operating system reads mapped weights when the models run
         elif residence == "layer":
             _stream(pipe, device, use_stream=opened.driver.has_events)
         else:
-            _offload_phases(pipe, device)
+            _offload_models(pipe, device, residence)
 
 
 def _stream(pipe: Any, device: torch.device, *, use_stream: bool) -> None:
@@ -74,38 +67,27 @@ def _stream(pipe: Any, device: torch.device, *, use_stream: bool) -> None:
             start_streaming(model, device, use_stream=use_stream, pin=pin)
 
 
-def _offload_phases(pipe: Any, device: torch.device) -> None:
-    """Move each model to the device when its phase begins."""
-    loader = PhaseLoader(device, read_facts(pipe).denoisers)
-    for name, model in find_models(pipe).items():
-        if isinstance(model, torch.jit.ScriptModule):  # its forward cannot be overridden
+def _offload_models(pipe: Any, device: torch.device, residence: Residence) -> None:
+    """Move each model to the device when it runs (`component`) or when its phase begins (`phase`)."""
+    models = find_models(pipe)
+    order = [name for name in read_offload_order(pipe) if name in models]
+    previous = dict(zip(order[1:], order, strict=False))
+    denoisers = read_facts(pipe).denoisers
+
+    def replaces(name: str, other: str) -> bool:
+        if residence == "component":  # as with diffusers; a ControlNet, for example, is not part of the order
+            return previous.get(name) == other
+        return (name in denoisers) != (other in denoisers)
+
+    loader = ModelLoader(device, replaces)
+    never_offloaded = read_never_offloaded(pipe) if residence == "component" else ()
+    for name, model in models.items():
+        if name in never_offloaded or isinstance(model, torch.jit.ScriptModule):  # its forward cannot be overridden
             model.to(device)
             continue
-        set_hook(model, PhaseHook(loader, name))
-        set_override(model, Slot.WEIGHTS, _LoadWeights(model))
-
-
-class _LoadWeights:
-    """A forward override that runs a model's accelerate hook if the model's weights are on the CPU.
-
-    accelerate's own replacement of `forward` does this too, but is lost if the user replaces or deletes
-    `forward`.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = weakref.ref(model)  # the model references the override
-
-    def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        model = self._model()
-        hook = None if model is None else find_hook(model)
-        if model is not None and (isinstance(hook, PhaseHook) or (hook is not None and _is_on_cpu(model))):
-            hook.pre_forward(model)
-        return forward(*args, **kwargs)
-
-
-def _is_on_cpu(model: torch.nn.Module) -> bool:
-    first = next(model.parameters(), None)
-    return first is not None and is_host(first.device)
+        hook = LoadHook(loader, name)
+        set_hook(model, hook)
+        set_override(model, Slot.WEIGHTS, hook.make_override(model))
 
 
 def has_unstreamed_weights(pipe: Any) -> bool:
@@ -114,10 +96,10 @@ def has_unstreamed_weights(pipe: Any) -> bool:
 
 
 def end_phase(pipe: Any, *, failed: bool = False) -> None:
-    """At the end of a call, move the weights of the last phase and any layers left on the device to the CPU."""
+    """At the end of a call, move the models and layers that are still on the device to the CPU."""
     for model in find_models(pipe).values():
         hook = find_hook(model)
-        if isinstance(hook, PhaseHook):
+        if isinstance(hook, LoadHook):
             hook.loader.release_all()
         end_streaming_call(model, failed=failed)
 

@@ -35,7 +35,7 @@ from anyaccel.runtime.placement.offload import (
     set_residence,
 )
 from anyaccel.runtime.placement.oom_history import has_outcome, load_outcome, save_outcome
-from anyaccel.runtime.placement_state import Placement, being_offloaded, find_placement, record_placed_models
+from anyaccel.runtime.placement_state import Placement, find_placement, record_placed_models
 from anyaccel.runtime.speed.apply_speedups import forget_captured_graphs, remove_speedups
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 from anyaccel.runtime.workarounds.model_inputs import set_input_adapters
@@ -141,11 +141,8 @@ def weights_on_cpu(pipe: Any) -> Iterator[None]:
 
 def _offload_after_failure(pipe: Any, placement: Placement) -> None:
     """Offload the weights that an interrupted call left on the device."""
-    if placement.residence in ("phase", "layer"):
+    if placement.residence != "resident" and not placement.offloaded_by_user:
         end_phase(pipe, failed=True)
-    elif placement.residence == "component" and not placement.offloaded_by_user:
-        with being_offloaded(pipe):
-            pipe.maybe_free_model_hooks()
 
 
 def _choose_rule(pipe: Any, placement: Placement, request: CallRequest, rules: list[MemoryRule]) -> CallPlan:

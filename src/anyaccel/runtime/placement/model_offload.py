@@ -1,12 +1,13 @@
-"""Phase offloading: a model's weights are on the device only during the phases in which it runs.
+"""Model offloading: a model's weights move to the device when it runs, and back when other models run.
 
-Between the phases, the weights are ordinary CPU tensors, which can be read and changed.
+On the CPU, the weights are ordinary tensors, which can be read and changed. diffusers' own model
+offloading copies all weights back to the CPU, and replaces `forward`, which discards patches of users.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,25 +15,27 @@ import torch
 from accelerate.hooks import ModelHook
 
 from anyaccel.backends.device_type_checks import is_host
+from anyaccel.forward_overrides import Override
+from anyaccel.upstream.accelerate_internals import find_hook
 from anyaccel.upstream.torch_internals import read_version
 
-__all__ = ["PhaseHook", "PhaseLoader"]
+__all__ = ["LoadHook", "ModelLoader"]
 
 
-class PhaseLoader:
-    """A manager that moves a pipeline's models to the device and back to the CPU after each phase.
+class ModelLoader:
+    """A manager that moves a pipeline's models to the device and back to the CPU.
 
-    There are two phases: one for the denoisers and one for all other models.
+    `replaces(name, other)` returns whether a model that is loaded replaces another model on the device.
     """
 
-    def __init__(self, device: torch.device, denoisers: Collection[str]) -> None:
-        self.device, self.denoisers = device, denoisers
+    def __init__(self, device: torch.device, replaces: Callable[[str, str], bool]) -> None:
+        self.device, self.replaces = device, replaces
         self._loaded: dict[str, _LoadedModel] = {}
 
     def load(self, name: str, model: torch.nn.Module) -> None:
-        """Move a model's weights to the device, after releasing the models of the other phase."""
+        """Move a model's weights to the device, after releasing the models that it replaces."""
         for other in list(self._loaded):
-            if (other in self.denoisers) != (name in self.denoisers):
+            if self.replaces(name, other):
                 self.release(other)
         # Also if the model is loaded: the user may have replaced parameters since.
         self._loaded.setdefault(name, _LoadedModel(model, self.device)).load()
@@ -49,13 +52,14 @@ class PhaseLoader:
             self.release(name)
 
 
-class PhaseHook(ModelHook):  # type: ignore[misc]
-    """An accelerate hook that moves a model's weights to the device when its phase begins.
+class LoadHook(ModelHook):  # type: ignore[misc]
+    """An accelerate hook that moves a model's weights to the device when the model runs.
 
-    Autoencoders call `pre_forward` in `encode` and `decode`; for other models, a forward override does.
+    Autoencoders call `pre_forward` in `encode` and `decode`; in `forward`, an override calls it. It stays
+    in use if the user replaces or deletes the model's `forward`.
     """
 
-    def __init__(self, loader: PhaseLoader, name: str) -> None:
+    def __init__(self, loader: ModelLoader, name: str) -> None:
         self.loader, self.name = loader, name
         self.execution_device = loader.device
 
@@ -68,6 +72,18 @@ class PhaseHook(ModelHook):  # type: ignore[misc]
         """Move the model's weights back to the CPU when the hook is removed."""
         self.loader.release(self.name)
         return module
+
+    def make_override(self, model: torch.nn.Module) -> Override:
+        """Return a forward override that loads the model."""
+        reference = weakref.ref(model)  # the model references the override
+
+        def load_weights(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            module = reference()
+            if module is not None and find_hook(module) is self:
+                self.pre_forward(module)
+            return forward(*args, **kwargs)
+
+        return load_weights
 
     # A copy of the model is not part of the pipeline, so its hook does nothing.
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelHook:
@@ -100,6 +116,7 @@ class _LoadedModel:
         """Move the parameters and buffers that are on the CPU to the device."""
         # Inference tensors have no version counter: https://github.com/pytorch/pytorch/pull/54403
         with torch.inference_mode(False), torch.no_grad():
+            self._move_quantized(self._device)
             tensors = [tensor for tensor in self._list_tensors() if is_host(tensor.device)]
             first = len(self._moved)
             for tensor in tensors:
@@ -117,17 +134,31 @@ class _LoadedModel:
             entries = [entry for entry in self._moved if not is_host(entry.tensor.device)]
             for entry, sums in zip(entries, _compute_sums(entries), strict=True):
                 _restore(entry, sums)
+            self._move_quantized(torch.device("cpu"))
             # Tensors that were created on the device, for example parameters that the user replaced.
             for tensor in self._list_tensors():
                 if not is_host(tensor.device):
                     _set_data(tensor, tensor.data.to("cpu"))
             self._moved = []
 
+    def _move_quantized(self, device: torch.device) -> None:
+        """Move the layers with quantized weights, which have data in addition to `.data`."""
+        model = self._model()
+        for module in () if model is None else model.modules():
+            if any(_is_quantized(parameter) for parameter in module.parameters(recurse=False)):
+                module.to(device)
+
     def _list_tensors(self) -> Iterator[torch.Tensor]:
         model = self._model()
         if model is not None:
             yield from model.parameters()
             yield from model.buffers()
+
+
+def _is_quantized(parameter: torch.Tensor) -> bool:
+    # Quantization libraries use subclasses of `Parameter`, or of `Tensor` inside of a parameter.
+    names = {type(parameter).__module__.split(".")[0], type(parameter.data).__module__.split(".")[0]}
+    return not names <= {"torch", __name__.split(".")[0]}
 
 
 def _restore(entry: _MovedTensor, sums: list[int]) -> None:
