@@ -142,14 +142,23 @@ def _make_registry_class() -> type:
 
 
 class _StreamingForward(functools.partial[Any]):
-    """A module's `forward` with hooks; in copies of the module, it is the method of the module's class."""
+    """A module's `forward` with hooks; in copies of the module, it is the one before streaming."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        original = self._find_original()
+        if original is not None:
+            return copy.deepcopy(original, memo)
         module = copy.deepcopy(self.args[0], memo)
         return MethodType(type(module).forward, module)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        original = self._find_original()
+        if original is not None:
+            return operator.itemgetter(0), ((original,),)
         return getattr, (self.args[0], "forward")  # the method of the class: pickle restores `__dict__` later
+
+    def _find_original(self) -> Any:
+        return vars(vars(self.args[0])[HOOK_ATTRIBUTE]).get(_ORIGINAL_FORWARD)
 
 
 def is_streamed(model: torch.nn.Module) -> bool:

@@ -111,12 +111,15 @@ class _LoadedModel:
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model, self._device = weakref.ref(model), device
         self._moved: list[_MovedTensor] = []
+        self._quantized = [module for module in model.modules() if _is_quantized(module)]
+        """Layers that move as a whole, because their weights have data in addition to `.data`."""
 
     def load(self) -> None:
         """Move the parameters and buffers that are on the CPU to the device."""
         # Inference tensors have no version counter: https://github.com/pytorch/pytorch/pull/54403
         with torch.inference_mode(False), torch.no_grad():
-            self._move_quantized(self._device)
+            for module in self._quantized:
+                module.to(self._device)
             tensors = [tensor for tensor in self._list_tensors() if is_host(tensor.device)]
             first = len(self._moved)
             for tensor in tensors:
@@ -134,19 +137,13 @@ class _LoadedModel:
             entries = [entry for entry in self._moved if not is_host(entry.tensor.device)]
             for entry, sums in zip(entries, _compute_sums(entries), strict=True):
                 _restore(entry, sums)
-            self._move_quantized(torch.device("cpu"))
+            for module in self._quantized:
+                module.to("cpu")
             # Tensors that were created on the device, for example parameters that the user replaced.
             for tensor in self._list_tensors():
                 if not is_host(tensor.device):
                     _set_data(tensor, tensor.data.to("cpu"))
             self._moved = []
-
-    def _move_quantized(self, device: torch.device) -> None:
-        """Move the layers with quantized weights, which have data in addition to `.data`."""
-        model = self._model()
-        for module in () if model is None else model.modules():
-            if any(_is_quantized(parameter) for parameter in module.parameters(recurse=False)):
-                module.to(device)
 
     def _list_tensors(self) -> Iterator[torch.Tensor]:
         model = self._model()
@@ -155,10 +152,11 @@ class _LoadedModel:
             yield from model.buffers()
 
 
-def _is_quantized(parameter: torch.Tensor) -> bool:
-    # Quantization libraries use subclasses of `Parameter`, or of `Tensor` inside of a parameter.
-    names = {type(parameter).__module__.split(".")[0], type(parameter.data).__module__.split(".")[0]}
-    return not names <= {"torch", __name__.split(".")[0]}
+def _is_quantized(module: torch.nn.Module) -> bool:
+    """Return whether a layer's own parameters, or the tensors in them, are of a class that torch does not define."""
+    parameters = list(module.parameters(recurse=False))
+    kinds = {type(value) for parameter in parameters for value in (parameter, parameter.data)}
+    return not {kind.__module__.split(".")[0] for kind in kinds} <= {"torch", __name__.split(".")[0]}
 
 
 def _restore(entry: _MovedTensor, sums: list[int]) -> None:
