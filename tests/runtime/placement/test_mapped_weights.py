@@ -2,10 +2,12 @@
 
 import copy
 import io
+import itertools
 import pickle
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +40,7 @@ def test_mapped_weights_use_memory_only_for_changes() -> None:
         steps.append(read_anonymous_kib())
         layer.weight.data[: SIDE // 2] = 1.0
         steps.append(read_anonymous_kib())
-        return [(after - before) / WEIGHT_KIB for before, after in zip(steps, steps[1:], strict=False)]
+        return [(after - before) / WEIGHT_KIB for before, after in itertools.pairwise(steps)]
 
     read, changed = call_in_fork(measure)
     assert read == pytest.approx(0, abs=0.15), "reading must not allocate memory"
@@ -65,13 +67,13 @@ def test_changes_are_not_written_to_the_file(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_parameters_keep_their_identity_values_and_strides() -> None:
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 5, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model: Any = torch.nn.Sequential(torch.nn.Conv2d(3, 5, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model.to(memory_format=torch.channels_last)
     model[1].to(torch.bfloat16)
     model[2].weight.data = torch.arange(18.0).reshape(3, 6)[:, ::2]  # a view with gaps
     model.register_parameter("scalar", torch.nn.Parameter(torch.tensor(3.0)))
     model.register_parameter("alias", torch.nn.Parameter(model[1].weight.data))
-    model[1].weight.tag = "mine"  # type: ignore[assignment]
+    model[1].weight.tag = "mine"
     before = [(parameter, parameter.detach().clone(), parameter.stride()) for parameter in model.parameters()]
     map_weights(model)
     for (parameter, value, stride), after in zip(before, model.parameters(), strict=True):
@@ -102,7 +104,9 @@ def test_mapped_weights_can_be_trained_copied_and_saved() -> None:
             layer(x).sum().backward()
             step.step()
 
-    call_in_fork(lambda: (train(), check(model, expected)))
+        check(model, expected)
+
+    call_in_fork(train)
     check(copy.deepcopy(model), expected)
     check(pickle.loads(pickle.dumps(model)), expected)
     buffer = io.BytesIO()

@@ -111,7 +111,7 @@ class QuantizedLinear(torch.nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.scale = fn(self.scale)
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
 def test_quantized_layers_move_as_a_whole() -> None:

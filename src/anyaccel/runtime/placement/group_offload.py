@@ -1,4 +1,4 @@
-"""Layer streaming: weights stay in host memory, or in mapped files, and each layer is copied to the device when it runs.
+"""Layer streaming: weights stay on the CPU and each layer is copied to the device when it runs.
 
 This is diffusers' group offloading with one leaf module per group. Blocks are not used as groups
 for two reasons. One block of the Stable Diffusion XL UNet holds 47% of its weights, and block-level
@@ -13,6 +13,7 @@ import copy
 import functools
 import operator
 from collections.abc import Iterator
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -61,7 +62,7 @@ def start_streaming(model: torch.nn.Module, device: torch.device, *, use_stream:
         hook = registry.get_hook(GROUP_OFFLOADING)
         if hook is not None:
             hook.group.__class__ = _make_group_class()
-            hook.group.owners = [] if hook.group.modules else [module]
+            hook.group.owners, hook.group.versions = ([] if hook.group.modules else [module]), {}
     _join_attention_groups(model)
     _join_container_groups(model)
     registry = HookRegistry.check_if_exists_or_initialize(model)
@@ -69,7 +70,7 @@ def start_streaming(model: torch.nn.Module, device: torch.device, *, use_stream:
     for module, registry in _list_registries(model):
         setattr(registry, _ORIGINAL_FORWARD, originals[module])
         registry.__class__ = _make_registry_class()
-        forward = vars(module).get("forward")
+        forward: Any = vars(module).get("forward")
         if is_hook_forward(forward):
             vars(module)["forward"] = _StreamingForward(forward.func, *forward.args)
 
@@ -87,35 +88,30 @@ def _make_group_class() -> type:
         the layer itself changes, such as the statistics of a batch norm, are copied back.
         """
 
+        versions: dict[torch.Tensor, int]
+        """The version counters of the tensors on the device, when they were loaded."""
         owners: list[torch.nn.Module]
         """Modules that are not streamed with their children, only with their own parameters and buffers."""
 
         # diffusers stores lists, which do not contain parameters that were replaced since.
         @property
-        def parameters(self) -> list[torch.nn.Parameter]:
-            return [tensor for owner in self.owners for tensor in owner.parameters(recurse=False)]
+        def parameters(self) -> list[torch.nn.Parameter]:  # type: ignore[override]
+            return [*chain.from_iterable(owner.parameters(recurse=False) for owner in self.owners)]
 
         @property
-        def buffers(self) -> list[torch.Tensor]:
-            return [tensor for owner in self.owners for tensor in owner.buffers(recurse=False)]
+        def buffers(self) -> list[torch.Tensor]:  # type: ignore[override]
+            return [*chain.from_iterable(owner.buffers(recurse=False) for owner in self.owners)]
 
         @torch.compiler.disable()  # type: ignore[untyped-decorator]
         def onload_(self) -> None:
-            for tensor in _list_tensors(self):
-                if tensor.device != self.offload_device or type(tensor.data) is not torch.Tensor:
-                    continue
-                stored = self.cpu_param_dict.get(tensor)
-                if stored is None or stored.data_ptr() != tensor.data_ptr():  # replaced by the user
-                    self.cpu_param_dict[tensor] = tensor.data
+            _store_host_tensors(self)
             super().onload_()
-            self.versions = {
-                tensor: read_version(tensor) for tensor in self.cpu_param_dict if tensor.device != self.offload_device
-            }
+            self.versions = _read_versions(self)
 
         @torch.compiler.disable()  # type: ignore[untyped-decorator]
         def offload_(self) -> None:
-            for tensor, version in vars(self).pop("versions", {}).items():
-                if read_version(tensor) != version:
+            for tensor, version in _read_versions(self).items():
+                if version != self.versions.get(tensor, version):
                     self.cpu_param_dict[tensor].copy_(tensor.data.to(self.offload_device))
             if self.stream is None:
                 for tensor in list(self.cpu_param_dict):
@@ -123,6 +119,21 @@ def _make_group_class() -> type:
             super().offload_()  # does not copy tensors that are already on the CPU
 
     return HostBackedGroup
+
+
+def _store_host_tensors(group: Any) -> None:
+    """Store the CPU tensors of a group, including those that the user has replaced since the last forward."""
+    for tensor in _list_tensors(group):
+        if tensor.device != group.offload_device or type(tensor.data) is not torch.Tensor:
+            continue
+        stored = group.cpu_param_dict.get(tensor)
+        if stored is None or stored.data_ptr() != tensor.data_ptr():
+            group.cpu_param_dict[tensor] = tensor.data
+
+
+def _read_versions(group: Any) -> dict[torch.Tensor, int]:
+    on_device = [tensor for tensor in group.cpu_param_dict if tensor.device != group.offload_device]
+    return {tensor: read_version(tensor) for tensor in on_device}
 
 
 @functools.cache
@@ -266,7 +277,7 @@ def _join_container_groups(model: torch.nn.Module) -> None:
         while isinstance(owner, _CONTAINERS) and owner in parents:
             owner = parents[owner]
         registry.remove_hook(GROUP_OFFLOADING, recurse=False)
-        owner_registry = HookRegistry.check_if_exists_or_initialize(owner)
+        owner_registry: Any = HookRegistry.check_if_exists_or_initialize(owner)
         owner_hook = owner_registry.get_hook(GROUP_OFFLOADING)
         if owner_hook is None:
             hook.group.onload_leader = hook.group.offload_leader = owner

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 
@@ -66,7 +66,7 @@ def _write_and_map(parameters: list[torch.nn.Parameter]) -> Iterable[torch.Tenso
     with tempfile.NamedTemporaryFile(prefix=_PREFIX, delete=_CAN_REMOVE_OPEN_FILES) as file:
         starts = {key: _write(file, value) for key, value in tensors.items()}
         file.flush()
-        storage = torch.UntypedStorage.from_file(file.name, False, file.tell())
+        storage: Any = torch.UntypedStorage.from_file(file.name, False, file.tell())
     mapped = {key: _make_view(storage, starts[key], value) for key, value in tensors.items()}
     return [mapped[key] for key in keys]
 
@@ -76,7 +76,8 @@ def _write(file: IO[bytes], value: torch.Tensor) -> int:
     file.write(bytes(-file.tell() % _ALIGNMENT_BYTES))
     start = file.tell()
     flat = value.as_strided((value.numel(),), (1,))
-    file.write(flat.view(torch.uint8).numpy())
+    data: Any = flat.view(torch.uint8).numpy()  # a buffer; numpy.ndarray is not declared as one before Python 3.12
+    file.write(data)
     return start
 
 
