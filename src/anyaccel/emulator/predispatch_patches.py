@@ -181,6 +181,7 @@ def _replace_data(plain: Any) -> property:
             if isinstance(self, torch.nn.Parameter):
                 replacement = torch.nn.Parameter(replacement, self.requires_grad)
             torch.utils.swap_tensors(self, replacement)
+            vars(self).update({name: value for name, value in vars(replacement).items() if name != "_inner"})
         else:
             plain.__set__(self, value)
 

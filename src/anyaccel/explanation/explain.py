@@ -225,6 +225,7 @@ class _MemoryEstimate:
             attention=self.plan.attention.value,
             size=size,
             unified_memory=self.target.sheet.unified_memory,
+            is_host=self.target.sheet.is_host,
             fetches_ahead=load_registry().backend(self.target.sheet.name).driver.has_events,
         )
 

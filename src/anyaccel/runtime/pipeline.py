@@ -27,7 +27,7 @@ from anyaccel.runtime.introspection import find_models, plain_class
 from anyaccel.runtime.loading import derive_pipeline, keep_dtype, load_pipeline
 from anyaccel.runtime.own_methods import call_own_to, find_own_methods, read_to_arguments
 from anyaccel.runtime.placement.inherit import adopt_before_move, adopt_placement
-from anyaccel.runtime.placement.oom_retry import weights_on_cpu
+from anyaccel.runtime.placement.oom_retry import remove_offload_hooks, weights_on_cpu
 from anyaccel.runtime.placement.place import attach_placement, place_pipeline, plan_pipeline, replan, resolve_device
 from anyaccel.runtime.placement_state import (
     Placement,
@@ -224,15 +224,23 @@ class Portable(VendorAliases):
             copied = rebuild(*copy.deepcopy(arguments, memo))
         return copied.to(placement.opened.torch_device) if placement is not None and offloaded else copied
 
+    def __copy__(self) -> Any:
+        """Return a pipeline with the same components; it follows their placement."""
+        find_placement(self)  # a deferred placement has the options
+        return _unpickle(self._plain_class, forget_placement(vars(self)))
+
     def __reduce__(self) -> tuple[Any, ...]:
         # The portable class is created at run time and cannot be imported, so the diffusers class is pickled.
-        find_placement(self)  # a deferred placement has the options
+        placement = find_placement(self)  # a deferred placement has the options
+        if placement is not None and not placement.running:
+            remove_offload_hooks(self, placement)  # they cannot be pickled
         return _unpickle, (self._plain_class, forget_placement(vars(self)))
 
 
 def _unpickle(kind: Any, state: dict[str, Any]) -> Any:
     pipe = kind.__new__(kind)
     vars(pipe).update(state)
+    _inherit_from_components(pipe, pipe.components)
     return make_portable(pipe)
 
 

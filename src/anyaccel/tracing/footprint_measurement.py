@@ -14,13 +14,14 @@ from anyaccel.planning.footprint import Footprint, MemorySavings, ModelCall, Mod
 from anyaccel.planning.kernel_workspace import Workspace
 from anyaccel.planning.limit_hits import TraceFacts
 from anyaccel.tracing.pipeline_trace import PipelineTrace
-from anyaccel.upstream.diffusers_internals import read_never_offloaded, supports_group_offloading
+from anyaccel.upstream.diffusers_internals import read_never_offloaded, read_offload_order, supports_group_offloading
 from anyaccel.upstream.torch_internals import read_parameter_table
 
 __all__ = ["Measurement", "set_vae_tiling", "supports_streaming"]
 
 # Parameters from which a torch hook computes the weight before the forward that streaming wraps.
 _COMPUTED = {"weight_g", "weight_orig"}
+_PARAMETER_CONTAINERS = (torch.nn.ParameterDict, torch.nn.ParameterList)
 _TILING_METHODS = {"enable_slicing": "disable_slicing", "enable_tiling": "disable_tiling"}
 
 
@@ -38,6 +39,7 @@ class Measurement:
         attention: AttentionRule,
         size: tuple[int, int] | None = None,
         unified_memory: bool = False,
+        is_host: bool = False,
         fetches_ahead: bool = False,
     ) -> None:
         self.pipe, self.traced, self.workspace = pipe, traced, workspace
@@ -50,7 +52,10 @@ class Measurement:
         models = {name: model for name, model in pipe.components.items() if isinstance(model, torch.nn.Module)}
         self._models = tuple(_read_size(name, model, workspace, fetches_ahead) for name, model in models.items())
         self._never_streamed = tuple(
-            name for name, model in models.items() if not (unified_memory or supports_streaming(model))
+            name
+            for name, model in models.items()
+            # On the CPU, layers are not streamed: the operating system reads the mapped weights on demand.
+            if not is_host and (name in read_never_offloaded(pipe) or not supports_streaming(model))
         )
 
     def __call__(self, savings: MemorySavings, images: int) -> Footprint:
@@ -79,8 +84,6 @@ class Measurement:
         self.traced.run(self.pipe, self.arguments(images), self.workspace, attention, setting=savings.vae_in_parts)
         if first:
             self.trace_facts = self.traced.trace_facts
-        # diffusers' own order: "text_encoder->unet->vae".
-        order = str(getattr(self.pipe, "model_cpu_offload_seq", None) or "").split("->")
         return Footprint(
             pipeline=type(self.pipe).__name__,
             dtype=str(self.pipe.dtype).removeprefix("torch."),
@@ -88,7 +91,7 @@ class Measurement:
             images=images,
             models=self._models,
             model_calls=self._read_model_calls(),
-            offload_order=tuple(name for name in order if name),
+            offload_order=read_offload_order(self.pipe),
             never_offloaded=self.never_offloaded,
             never_streamed=self._never_streamed,
             fixed_bytes=self.workspace.fixed_bytes,
@@ -156,10 +159,16 @@ def _read_size(name: str, model: torch.nn.Module, workspace: Workspace, fetches_
 
 def _find_largest_layer(model: torch.nn.Module, sum_bytes: Callable[[Any], int]) -> int:
     """Return the peak parameter bytes if only the running module and its parents are on the device."""
-    own = sum_bytes(model.parameters(recurse=False))
+    own = sum_bytes(_list_own_parameters(model))
     return own + max((_find_largest_layer(child, sum_bytes) for child in model.children()), default=0)
 
 
 def _find_next_layer(model: torch.nn.Module, sum_bytes: Callable[[Any], int]) -> int:
     """Return the maximum number of bytes needed to prefetch the parameters of the next module."""
-    return max(sum_bytes(module.parameters(recurse=False)) for module in model.modules())
+    return max(sum_bytes(_list_own_parameters(module)) for module in model.modules())
+
+
+def _list_own_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the parameters that are streamed with a module, including those in its parameter containers."""
+    containers = [child for child in module.children() if isinstance(child, _PARAMETER_CONTAINERS)]
+    return [parameter for owner in (module, *containers) for parameter in owner.parameters(recurse=False)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["HOOK_ATTRIBUTES", "find_hook", "has_hook"]
+__all__ = ["HOOK_ATTRIBUTES", "find_hook", "has_hook", "set_hook"]
 
 # Attributes that `add_hook_to_module` sets on a module in addition to `forward` (hooks.py).
 HOOK_ATTRIBUTES = ("_hf_hook", "_old_forward")
@@ -13,7 +13,17 @@ HOOK_ATTRIBUTES = ("_hf_hook", "_old_forward")
 
 def find_hook(module: Any) -> Any:
     """Return a module's `ModelHook`, or None (hooks.py, `add_hook_to_module`)."""
-    return getattr(module, "_hf_hook", None)
+    # Not `getattr`: modules that wrap a model, such as those of PEFT, delegate unknown attributes to it.
+    return vars(module).get("_hf_hook")
+
+
+def set_hook(module: Any, hook: Any) -> None:
+    """Set a module's `ModelHook` without replacing its `forward` (hooks.py, `add_hook_to_module`).
+
+    Autoencoders of diffusers call `hook.pre_forward` in `encode` and `decode` (utils/accelerate_utils.py of diffusers).
+    """
+    hook.init_hook(module)
+    module._hf_hook = hook
 
 
 def has_hook(attributes: Mapping[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -31,12 +32,14 @@ __all__ = [
     "has_custom_processors",
     "has_hook",
     "is_argument_error",
+    "is_hook_forward",
     "is_uneven_share",
     "make_tensor_parallel_config",
     "read_alpha_sigma",
     "read_dtype_argument",
     "read_float32_modules",
     "read_never_offloaded",
+    "read_offload_order",
     "read_parallel_plan",
     "read_progress_bar_config",
     "read_repeated_blocks",
@@ -71,6 +74,12 @@ def has_hook(attributes: Mapping[str, Any]) -> bool:
     # An empty registry does not count: `cache_context` adds one to every denoiser.
     registry = attributes.get(HOOK_ATTRIBUTE)
     return registry is not None and bool(registry.hooks)
+
+
+def is_hook_forward(forward: Any) -> bool:
+    """Return whether a hook registry has created this `forward` (hooks/hooks.py, `HookRegistry.register_hook`)."""
+    function = forward.func if isinstance(forward, functools.partial) else None
+    return getattr(function, "__module__", None) == "diffusers.hooks.hooks"
 
 
 def is_argument_error(error: BaseException) -> bool:
@@ -238,6 +247,12 @@ def casts_components(pipeline_class: Any) -> bool:
 def read_never_offloaded(pipe: Any) -> tuple[str, ...]:
     """Return the names of the models that CPU offloading skips (pipelines/pipeline_utils.py)."""
     return tuple(getattr(pipe, "_exclude_from_cpu_offload", ()))
+
+
+def read_offload_order(pipe: Any) -> tuple[str, ...]:
+    """Return the names of the models that replace one another under CPU offloading, in the order of their calls."""
+    order = str(getattr(pipe, "model_cpu_offload_seq", None) or "").split("->")
+    return tuple(name for name in order if name)
 
 
 def supports_group_offloading(model: Any) -> bool:

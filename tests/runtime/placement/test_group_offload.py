@@ -21,7 +21,7 @@ from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.placement import group_offload
 from anyaccel.runtime.placement.group_offload import (
     end_streaming_call,
-    has_new_weights,
+    has_unstreamed_layers,
     is_streamed,
     start_streaming,
     stop_streaming,
@@ -155,13 +155,13 @@ def test_multihead_attention_gets_the_weights_of_its_output_projection(streams: 
 
 def test_new_parameters_are_detected() -> None:
     model = Model()
-    assert not has_new_weights(model)
+    assert not has_unstreamed_layers(model)
     start_streaming(model, CPU, use_stream=False, pin=False)
-    assert not has_new_weights(model)
+    assert not has_unstreamed_layers(model)
     model.first.bias = torch.nn.Parameter(torch.zeros(4))
-    assert has_new_weights(model)
+    assert has_unstreamed_layers(model)
     stop_streaming(model)
-    assert not has_new_weights(model)
+    assert not has_unstreamed_layers(model)
     assert not is_streamed(model)
 
 

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from anyaccel.planning.options import PlacementOptions
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.placement import memory_plan, oom_history, oom_retry
-from anyaccel.runtime.placement.offload import _OFFLOADER
 from tests.runtime.placement.sweeps import PIPELINES, TOLERANCE, failing_at, inject, measure_full, sweep_capacities
 
 pytestmark = pytest.mark.usefixtures("pipelines_imported")
@@ -218,24 +216,6 @@ def test_errors_other_than_out_of_memory_are_raised_unchanged() -> None:
 
     with pytest.raises(ZeroDivisionError):
         run_forked("hpu", use)
-
-
-def test_weights_on_disk_are_removed_with_the_pipeline() -> None:
-    def use(accelerator: VirtualAccelerator) -> tuple[bool, bool, int]:
-        silence_output()
-        pipe = place(recipes()["stable-diffusion"].make(), "mps", dtype="float32", memory="phase")
-        folder = vars(pipe)[_OFFLOADER].folder
-        run(recipes()["stable-diffusion"], pipe)
-        existed = folder.is_dir()
-        left = anyaccel.memory("mps").used_bytes
-        del pipe
-        gc.collect()
-        return existed, os.path.exists(folder), left
-
-    existed, remained, left = run_forked("mps", use)
-    assert existed
-    assert not remained
-    assert left < 10_000, "the weights of the last phase were not freed"
 
 
 @pytest.mark.long

@@ -29,6 +29,7 @@ from anyaccel.planning.parallel import count_rank_parameters
 from anyaccel.runtime.batch_split import split_request
 from anyaccel.runtime.call_request import CallRequest, shape_of
 from anyaccel.runtime.introspection import find_components, plain_class, read_facts
+from anyaccel.runtime.placement.mapped_weights import is_mapped
 from anyaccel.runtime.placement_state import Placement
 from anyaccel.tracing.footprint_measurement import Measurement
 from anyaccel.tracing.meta_clone import clone_pipeline
@@ -82,6 +83,7 @@ def find_capacity(pipe: Any, placement: Placement) -> int | None:
         free = driver.memory(placement.opened.index).free_bytes
     except NotMeasurableError:
         return None
+    # The operating system counts clean pages of mapped weights as free.
     return free + sum(_bytes_on(placement.device, component) for component in find_components(pipe).values())
 
 
@@ -90,7 +92,9 @@ def _bytes_on(device: torch.device, component: Any) -> int:
         return 0
     tensors = {id(tensor): tensor for tensor in (*component.parameters(), *component.buffers())}
     return sum(
-        tensor.numel() * tensor.element_size() for tensor in tensors.values() if is_on(tensor.device, device.type)
+        tensor.numel() * tensor.element_size()
+        for tensor in tensors.values()
+        if is_on(tensor.device, device.type) and not is_mapped(tensor)
     )
 
 
@@ -321,6 +325,7 @@ def _make_measurement(pipe: Any, placement: Placement, request: CallRequest) -> 
         arguments=arguments,
         attention=placement.plan.attention.value,
         unified_memory=placement.opened.sheet.unified_memory,
+        is_host=placement.opened.sheet.is_host,
         fetches_ahead=placement.opened.driver.has_events,
         size=(width, height) if isinstance(width, int) and isinstance(height, int) else None,
     )

@@ -29,14 +29,13 @@ from anyaccel.runtime.placement.memory_plan import (
 )
 from anyaccel.runtime.placement.offload import (
     end_phase,
-    find_lost_change,
     has_unstreamed_weights,
-    make_lost_change_error,
+    map_offloaded_weights,
     move_to_cpu,
     set_residence,
 )
 from anyaccel.runtime.placement.oom_history import has_outcome, load_outcome, save_outcome
-from anyaccel.runtime.placement_state import Placement, being_offloaded, find_placement, record_placed_models
+from anyaccel.runtime.placement_state import Placement, find_placement, record_placed_models
 from anyaccel.runtime.speed.apply_speedups import forget_captured_graphs, remove_speedups
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 from anyaccel.runtime.workarounds.model_inputs import set_input_adapters
@@ -48,6 +47,7 @@ __all__ = [
     "clear_traceback_frames",
     "free_memory",
     "move_weights",
+    "remove_offload_hooks",
     "run_within_memory",
     "weights_on_cpu",
 ]
@@ -66,7 +66,7 @@ def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, spl
     After an out-of-memory error, try the next memory settings without regenerating finished images.
     Raise `DoesNotFitError` if no settings remain.
     """
-    _check_weights(pipe, placement)
+    _stream_new_weights(pipe, placement)
     before = placement.memory_rule
     rules = list_call_rules(pipe, placement, request.images)
     if placement.plan.parallel.value is not None:
@@ -110,13 +110,17 @@ def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, spl
     raise make_does_not_fit_error(pipe, placement, request, f"every memory mode ran out of memory: {message}")
 
 
-def _check_weights(pipe: Any, placement: Placement) -> None:
-    """Raise if changes to offloaded weights would be lost; include newly added parameters in streaming."""
-    changed = find_lost_change(pipe) if placement.residence in ("phase", "layer") else None
-    if changed is not None:
-        raise make_lost_change_error(changed)
+def _stream_new_weights(pipe: Any, placement: Placement) -> None:
+    """Include newly added parameters in streaming."""
     if placement.residence == "layer" and has_unstreamed_weights(pipe):
         move_weights(pipe, placement, "layer")
+
+
+def remove_offload_hooks(pipe: Any, placement: Placement) -> None:
+    """Move offloaded weights to the CPU and remove the hooks; the next call installs them again."""
+    if placement.residence != "resident" and not placement.offloaded_by_user:
+        placement.residence = None
+        move_to_cpu(pipe)
 
 
 @contextmanager
@@ -137,11 +141,8 @@ def weights_on_cpu(pipe: Any) -> Iterator[None]:
 
 def _offload_after_failure(pipe: Any, placement: Placement) -> None:
     """Offload the weights that an interrupted call left on the device."""
-    if placement.residence in ("phase", "layer"):
+    if placement.residence != "resident" and not placement.offloaded_by_user:
         end_phase(pipe, failed=True)
-    elif placement.residence == "component" and not placement.offloaded_by_user:
-        with being_offloaded(pipe):
-            pipe.maybe_free_model_hooks()
 
 
 def _choose_rule(pipe: Any, placement: Placement, request: CallRequest, rules: list[MemoryRule]) -> CallPlan:
@@ -204,6 +205,7 @@ def move_weights(pipe: Any, placement: Placement, residence: Residence) -> None:
     placement.residence = None  # unknown if the move is interrupted
     remove_speedups(pipe, placement)
     move_to_cpu(pipe)  # outside of the function mode, which moves CPU tensors to a device that may be full
+    map_offloaded_weights(pipe, residence, placement.opened)
     with make_pipeline_function_mode(placement.plan, placement.device):
         set_residence(pipe, residence, placement.device, placement.opened)
     placement.residence = residence
