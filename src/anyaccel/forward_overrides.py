@@ -68,9 +68,11 @@ class Slot(IntEnum):
     """Splits the batch of classifier-free guidance over two ranks."""
     STEP_SKIPPING = 4
     """Returns the output of an earlier step."""
-    CAPTURE = 5
+    ROWS = 5
+    """Runs a few rows of a batch at a time."""
+    CAPTURE = 6
     """Captures and replays device graphs."""
-    COMPILE = 6
+    COMPILE = 7
     """Runs compiled code."""
 
 
