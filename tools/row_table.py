@@ -12,22 +12,25 @@ import argparse
 import inspect
 import json
 import logging
+import re
 import subprocess
 import sys
 import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from anyaccel.tracing.meta_module import map_tensors
+
 __all__ = ["classify", "main", "merge"]
 
 TABLE = Path(__file__).parent.parent / "src" / "anyaccel" / "runtime" / "placement" / "row_table.json"
-_TOLERANCE = 1e-4
+# Relative to the largest value: some tiny models with random weights divide by small numbers.
+_TOLERANCE = 1e-3
 _COUNTS = (2, 3, 4)
 _PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt", "num_audios_per_prompt")
 # Chunks of one and of two rows.
@@ -84,21 +87,30 @@ def _observe(part: int, parts: int) -> dict[str, Any]:
 
     observations = _Observations()
     for name in sorted(recipes())[part::parts]:
-        pipe: Any = recipes()[name].make()
-        recorders = [_Recorder(observations, model) for model in _find_models(pipe)]
-        with _recording(pipe, observations, recorders):
-            for way, call in _make_calls(pipe, recipes()[name].call):
-                observations.group = f"{name} {way}"
-                for recorder in recorders:
-                    recorder.calls = 0
-                try:
-                    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                        torch.manual_seed(0)
-                        pipe(**call)
-                except Exception as error:  # noqa: BLE001 - stock diffusers rejects some batches with any error
-                    print(f"{name} {way}: {type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
-        print(name, file=sys.stderr, flush=True)
+        _observe_recipe(name, observations)
+    # Again, now that all arguments are classified: a shape can be that of rows by chance.
+    for name in sorted({c["group"].partition(" ")[0] for c in observations.comparisons if c["difference"]}):
+        observations.comparisons = [c for c in observations.comparisons if c["group"].partition(" ")[0] != name]
+        _observe_recipe(name, observations)
     return vars(observations)
+
+
+def _observe_recipe(name: str, observations: _Observations) -> None:
+    from anyaccel.recipes import recipes
+
+    pipe: Any = recipes()[name].make()
+    recorders = _install_recorders(pipe, observations)
+    for way, call in _make_calls(pipe, recipes()[name].call):
+        observations.group = f"{name} {way}"
+        for recorder in recorders:
+            recorder.calls = 0
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                pipe(**call)
+        except Exception as error:  # noqa: BLE001 - stock diffusers rejects some batches with any error
+            print(f"{name} {way}: {type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
+    print(name, file=sys.stderr, flush=True)
 
 
 def _find_models(pipe: Any) -> list[torch.nn.Module]:
@@ -139,17 +151,17 @@ def _repeat(value: Any, count: int) -> Any:
     return (value if isinstance(value, list) else [value]) * count
 
 
-@contextmanager
-def _recording(pipe: Any, observations: _Observations, recorders: list[_Recorder]) -> Iterator[None]:
+def _install_recorders(pipe: Any, observations: _Observations) -> list[_Recorder]:
     from anyaccel.forward_overrides import Slot, set_override
 
+    recorders = [_Recorder(observations, model) for model in _find_models(pipe)]
     for recorder in recorders:
         set_override(recorder.model, Slot.RECORDING, recorder)
     for component in pipe.components.values():
         if isinstance(component, torch.nn.Module) and hasattr(component, "use_slicing"):
             for method in ("encode", "decode"):
                 vars(component)[method] = _compare_slicing(component, method, observations)
-    yield
+    return recorders
 
 
 def _compare_slicing(vae: Any, method: str, observations: _Observations) -> Callable[..., Any]:
@@ -171,8 +183,11 @@ def _compare_slicing(vae: Any, method: str, observations: _Observations) -> Call
             if not torch.equal(state, torch.get_rng_state()):
                 difference = "it draws random numbers"
             observations.vaes.append(
-                {"class": type(vae).__name__, "method": method, "group": observations.group, "difference": difference}
-            )
+                {
+                    "class": type(vae).__name__, "method": method, "group": observations.group,
+                    "difference": difference, "processors": _list_processors(vae),
+                }
+            )  # fmt: skip
         return result
 
     return run
@@ -196,7 +211,9 @@ class _Recorder:
         for name, value in named.items():
             self._add(name, value, rows)
         before = torch.get_rng_state()
-        output = forward(*args, **kwargs)
+        # Some models remove items from the lists that they are called with.
+        copied_args, copied_kwargs = map_tensors((args, kwargs), lambda tensor: tensor)
+        output = forward(*copied_args, **copied_kwargs)
         if rows > 1:
             draws = not torch.equal(before, torch.get_rng_state())
             self._compare(forward, args, kwargs, output, "it draws random numbers" if draws else "")
@@ -217,13 +234,11 @@ class _Recorder:
         from anyaccel.runtime.placement.row_arguments import NotSplittableError, RowRules, join_outputs, split_arguments
 
         kinds = classify(self.observations.shapes[self.kind])
-        processors = sorted(
-            {
-                type(layer.processor).__name__
-                for layer in self.model.modules()
-                if getattr(layer, "processor", None) is not None
-            }
-        )
+        processors = _list_processors(self.model)
+        names = list(inspect.signature(type(self.model).forward).parameters)[1:]
+        arguments = {
+            name for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items() if value is not None
+        }
         for limit in _LIMITS:
             rules = RowRules({path: tuple(found) for path, found in kinds.items()}, joins_lists=False)
             try:
@@ -243,9 +258,14 @@ class _Recorder:
             self.observations.comparisons.append(
                 {
                     "class": self.kind, "group": self.observations.group, "limit": limit, "processors": processors,
-                    "difference": found,
+                    "arguments": sorted(arguments), "difference": found,
                 }
             )  # fmt: skip
+
+
+def _list_processors(model: torch.nn.Module) -> list[str]:
+    processors = (getattr(layer, "processor", None) for layer in model.modules())
+    return sorted({type(processor).__name__ for processor in processors if processor is not None})
 
 
 def _count(value: Any) -> int:
@@ -256,8 +276,6 @@ def _count(value: Any) -> int:
 
 def _find_difference(expected: Any, actual: Any) -> str:
     """Describe how two outputs differ; return an empty string if they differ only by rounding errors."""
-    from anyaccel.tracing.meta_module import map_tensors
-
     tensors: tuple[list[Any], list[Any]] = ([], [])
     for value, found in zip((expected, actual), tensors, strict=True):
         map_tensors(value, lambda tensor, found=found: found.append(tensor) or tensor)
@@ -322,6 +340,18 @@ def _vary_at_equal_rows(entries: list[Any]) -> bool:
     return len({frozenset(found) for found in sizes.values()}) == 1
 
 
+def _find_rejected_arguments(equal: list[Any], different: list[Any]) -> dict[str, set[str]]:
+    """Return, by model class, the arguments that occur only in recipes with differences."""
+    failing = {(c["class"], c["group"].partition(" ")[0]) for c in different}
+    rejected: dict[str, set[str]] = defaultdict(set)
+    for comparison in different:
+        rejected[comparison["class"]] |= set(comparison["arguments"])
+    for comparison in equal:
+        if (comparison["class"], comparison["group"].partition(" ")[0]) not in failing:
+            rejected[comparison["class"]] -= set(comparison["arguments"])
+    return rejected
+
+
 def merge(observed: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the table for the observations of several processes."""
     shapes: dict[str, dict[str, dict[str, list[Any]]]] = defaultdict(lambda: defaultdict(dict))
@@ -332,11 +362,19 @@ def merge(observed: list[dict[str, Any]]) -> dict[str, Any]:
     comparisons = [comparison for part in observed for comparison in part["comparisons"]]
     lists = {kind for part in observed for kind, joins in part["joins_lists"].items() if joins}
     equal = [comparison for comparison in comparisons if not comparison["difference"]]
-    processors = {name for comparison in equal for name in comparison["processors"]}
-    # A call that differs because of its attention processors says nothing about the model.
-    failed = {c["class"]: c for c in comparisons if c["difference"] and set(c["processors"]) <= processors}
-    verified = {comparison["class"] for comparison in equal} - failed.keys()
     vaes = [comparison for part in observed for comparison in part["vaes"]]
+    equal_vaes = [comparison for comparison in vaes if not comparison["difference"]]
+    processors = {name for comparison in (*equal, *equal_vaes) for name in comparison["processors"]}
+    # A call that differs because of its attention processors says nothing about the model.
+    different = [c for c in comparisons if c["difference"] and set(c["processors"]) <= processors]
+    rejected = _find_rejected_arguments(equal, different)
+    # An argument of every call cannot be left out.
+    failed = {
+        c["class"]: c
+        for c in different
+        if rejected[c["class"]].isdisjoint(c["arguments"]) or next(iter(shapes[c["class"]])) in rejected[c["class"]]
+    }
+    verified = {comparison["class"] for comparison in equal} - failed.keys()
     sliced = {c["class"] for c in vaes if c["method"] == "decode"} - {c["class"] for c in vaes if c["difference"]}
     for name, comparison in sorted(failed.items()):
         print(f"not verified: {name}: {comparison}", file=sys.stderr)
@@ -346,7 +384,15 @@ def merge(observed: list[dict[str, Any]]) -> dict[str, Any]:
     print(f"{len(verified)} classes verified; not compared: {unseen}", file=sys.stderr)
     return {
         "models": {
-            kind: {"joins_lists": kind in lists, "arguments": classify(shapes[kind])} for kind in sorted(verified)
+            kind: {
+                "joins_lists": kind in lists,
+                "arguments": {
+                    path: kinds
+                    for path, kinds in classify(shapes[kind]).items()
+                    if re.split(r"[.\[]", path)[0] not in rejected[kind]
+                },
+            }
+            for kind in sorted(verified)
         },
         "processors": sorted(processors | set(_OTHER_PROCESSORS)),
         "vaes": sorted(sliced),

@@ -153,20 +153,25 @@ def test_how_the_table_is_generated() -> None:
     }  # fmt: skip
 
     def compare(kind: str, difference: str, *processors: str) -> dict[str, Any]:
-        return {"class": kind, "difference": difference, "processors": list(processors), "group": "", "limit": 1}
+        return {
+            "class": kind, "difference": difference, "processors": list(processors), "limit": 1,
+            "group": f"{kind}{difference} prompts",
+            "arguments": ["sample", *(["ids"] if difference == "padded" else [])],
+        }  # fmt: skip
 
     part = {
         "shapes": {"Good": shapes, "Bad": shapes, "Guided": shapes},
         "joins_lists": {"Good": True},
         "comparisons": [
             compare("Good", "", "Attn"), compare("Bad", "differs", "Attn"), compare("Guided", "", "Attn"),
-            compare("Guided", "differs", "Attn", "PAG"),
+            compare("Guided", "differs", "Attn", "PAG"), compare("Guided", "padded", "Attn"),
         ],
-        "vaes": [{"class": "VAE", "method": "decode", "difference": ""}],
+        "vaes": [{"class": "VAE", "method": "decode", "difference": "", "processors": []}],
     }  # fmt: skip
     table = merge([json.loads(json.dumps(part))])
     assert list(table["models"]) == ["Good", "Guided"]
     assert table["models"]["Good"]["joins_lists"]
+    assert "ids" not in table["models"]["Guided"]["arguments"], "it occurs only in calls that differ"
     assert "Attn" in table["processors"]
     assert "PAG" not in table["processors"]
     assert table["vaes"] == ["VAE"]

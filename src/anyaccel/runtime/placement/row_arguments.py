@@ -16,7 +16,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["NotSplittableError", "RowRules", "RowTable", "count_rows", "join_outputs", "load_table", "split_arguments"]
+__all__ = [
+    "Arguments",
+    "NotSplittableError",
+    "RowRules",
+    "RowTable",
+    "count_rows",
+    "join_outputs",
+    "load_table",
+    "split_arguments",
+]
 
 _TABLE = "row_table.json"
 # Values without rows.

@@ -7,7 +7,7 @@ the order of images are those of diffusers. See docs/decisions/0017-split-batche
 
 from __future__ import annotations
 
-import logging
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -17,8 +17,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from anyaccel.backends.out_of_memory import is_out_of_memory
+from anyaccel.errors import first_line
 from anyaccel.forward_overrides import ForwardOverrides, Slot, remove_override, set_override
 from anyaccel.runtime.placement.row_arguments import (
+    Arguments,
     NotSplittableError,
     RowRules,
     count_rows,
@@ -34,11 +37,10 @@ from anyaccel.upstream.torch_internals import read_child_table, read_global_hook
 
 __all__ = ["find_obstacle", "find_split_obstacle", "split_rows", "split_traced_rows"]
 
-_LOG = logging.getLogger(__name__)
 _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
-# Libraries whose decorators replace methods of diffusers.
-_DECORATING_LIBRARIES = frozenset(("huggingface_hub", "functools", "contextlib"))
+# Libraries whose decorators replace methods of diffusers, or whose functions diffusers and torch import.
+_DECORATING_LIBRARIES = sys.stdlib_module_names | {"huggingface_hub"}
 
 # Called with the reason why a model is not split.
 Report = Callable[[str], None]
@@ -67,11 +69,22 @@ class _RowSplit:
             if obstacle:
                 raise NotSplittableError(obstacle)
             chunks = split_arguments(self.module, self.rules, args, kwargs, limit)
+            return self._run(forward, chunks)
         except NotSplittableError as error:
             self.report(f"{self.name} ({type(self.module).__name__}): {error}")
-            return forward(*args, **kwargs)
-        outputs = [forward(*chunk_args, **chunk_kwargs) for chunk_args, chunk_kwargs in chunks]
-        return join_outputs(outputs, joins_lists=self.rules.joins_lists)
+        return forward(*args, **kwargs)
+
+    def _run(self, forward: Callable[..., Any], chunks: list[Arguments]) -> Any:
+        try:
+            outputs = [forward(*args, **kwargs) for args, kwargs in chunks]
+            return join_outputs(outputs, joins_lists=self.rules.joins_lists)
+        except NotSplittableError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            # For example, outputs that are padded to the longest prompt of the chunk. Other errors occur again.
+            raise NotSplittableError(f"{type(error).__name__}: {first_line(error)}") from error
 
 
 def find_obstacle(model: torch.nn.Module) -> str:
@@ -122,7 +135,8 @@ def _is_from_torch(hook: Any) -> bool:
 def _find_patched_code(model: torch.nn.Module) -> str:
     """Return the name of a function in the classes of a model, or in `torch.nn.functional`, that a user replaced."""
     kinds = {base for layer in model.modules() for base in type(layer).__mro__ if base is not object}
-    for owner in (*kinds, functional):
+    owners: list[Any] = [*kinds, functional]
+    for owner in owners:
         for name, value in vars(owner).items():
             source = find_source(value) if isinstance(value, FunctionType) else ""
             if source and not is_trusted(source) and source.partition(".")[0] not in _DECORATING_LIBRARIES:
@@ -173,14 +187,28 @@ def split_rows(
         for name in denoisers:
             for module in _find_split_modules(components[name]) if name in components else ():
                 _install(name, module, images, images_per_call, report, stack)
-        for component in components.values():
-            if type(component).__name__ in load_table().vaes and not component.use_slicing:
-                with torch.no_grad():
-                    obstacle = find_obstacle(component)
-                if not obstacle:
-                    component.enable_slicing()
-                    stack.callback(component.disable_slicing)
+        for name, component in components.items():
+            is_autoencoder = hasattr(component, "decode") and hasattr(component, "encode")
+            if (
+                isinstance(component, torch.nn.Module)
+                and is_autoencoder
+                and not getattr(component, "use_slicing", False)
+            ):
+                _enable_slicing(name, component, report, stack)
         yield
+
+
+def _enable_slicing(name: str, vae: Any, report: Report, stack: ExitStack) -> None:
+    """Let an autoencoder run one image at a time until the stack is closed."""
+    obstacle = "slicing is not supported"
+    if type(vae).__name__ in load_table().vaes:
+        with torch.no_grad():
+            obstacle = find_obstacle(vae)
+    if obstacle:
+        report(f"{name} ({type(vae).__name__}): {obstacle}")
+        return
+    vae.enable_slicing()
+    stack.callback(vae.disable_slicing)
 
 
 def split_traced_rows(pipe: Any, denoisers: Iterable[str]) -> Callable[[int, int | None], AbstractContextManager[None]]:
