@@ -208,12 +208,12 @@ class _Recorder:
         names = list(inspect.signature(type(self.model).forward).parameters)[1:]
         named = {**dict(zip(names, args, strict=False)), **kwargs}
         rows = _count(next(iter(named.values())))
-        for name, value in named.items():
-            self._add(name, value, rows)
         before = torch.get_rng_state()
         # Some models remove items from the lists that they are called with.
         copied_args, copied_kwargs = map_tensors((args, kwargs), lambda tensor: tensor)
         output = forward(*copied_args, **copied_kwargs)
+        for name, value in named.items():  # after the call, which fails for sizes that stock diffusers does not support
+            self._add(name, value, rows)
         if rows > 1:
             draws = not torch.equal(before, torch.get_rng_state())
             self._compare(forward, args, kwargs, output, "it draws random numbers" if draws else "")
@@ -298,13 +298,20 @@ def classify(shapes: dict[str, dict[str, list[Any]]]) -> dict[str, list[str]]:
     """
     kinds: dict[str, list[str]] = {}
     for path, groups in shapes.items():
-        found = {_classify(entries) for entries in groups.values() if len({rows for rows, _ in entries}) > 1}
-        found -= {""}
+        found = {kind for entries in groups.values() for kind in _list_kinds(entries)}
         if "conflict" in found or (any(kind.startswith("shared") for kind in found) and found & {"rows", "repeated"}):
             continue
         if found and not any(path.startswith(f"{outer}[]") and kinds[outer] == ["list"] for outer in kinds):
             kinds[path] = sorted(found)
     return kinds
+
+
+def _list_kinds(entries: list[Any]) -> list[str]:
+    """Return the kinds of an argument in one group of calls; none if all calls had the same number of rows."""
+    # A pipeline may call the model with one row of text for all images, and with one row per image.
+    ones = [entry for entry in entries if entry[0] > 1 and isinstance(entry[1], list) and entry[1][:1] == [1]]
+    others = [entry for entry in entries if entry not in ones]
+    return [_classify(part) for part in (ones, others) if len({rows for rows, _ in part}) > 1]
 
 
 def _classify(entries: list[Any]) -> str:

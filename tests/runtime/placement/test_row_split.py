@@ -16,6 +16,7 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
+from anyaccel.errors import UsageError
 from anyaccel.forward_overrides import Slot, set_override
 from anyaccel.recipes import recipes
 from anyaccel.runtime.placement.row_split import find_obstacle, find_split_obstacle
@@ -128,7 +129,7 @@ def test_generators_and_results_are_those_of_one_call() -> None:
     numpy.testing.assert_allclose(call(placed, generator=None), expected, atol=1e-4)
     assert torch.rand(1) == after
     assert set(rows) == {2}
-    with pytest.raises(anyaccel.UsageError, match="negative_prompt"):
+    with pytest.raises(UsageError, match="negative_prompt"):
         call(placed, prompt=["a", "b"], negative_prompt=["c"])
 
 
