@@ -72,9 +72,11 @@ class Slot(IntEnum):
     """Returns the output of an earlier step."""
     WEIGHTS = 5
     """Moves offloaded weights to the device."""
-    CAPTURE = 6
+    ROWS = 6
+    """Runs a few rows of a batch at a time."""
+    CAPTURE = 7
     """Captures and replays device graphs."""
-    COMPILE = 7
+    COMPILE = 8
     """Runs compiled code."""
 
 

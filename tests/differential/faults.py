@@ -67,7 +67,7 @@ FAULTS = (
     ),
     Fault(
         summary="With one generator, a split batch of images had other noise.",
-        tests=("runtime/test_batch_split.py::test_a_split_batch_equals_the_batch_of_the_cpu",),
+        tests=("runtime/placement/test_row_split.py::test_generators_and_results_are_those_of_one_call",),
         usages=(
             "two_images_stable_diffusion_image_to_image", "two_images_stable_diffusion_inpaint", "two_images_amused",
             "two_images_flux_image_to_image", "global_generator_two_images",

@@ -47,7 +47,7 @@ VARIANTS = {
     variant.name: variant
     for variant in (
         Variant(name="cpu", summary="CPU"),
-        Variant(name="split", summary="one image per call", options={"images_per_call": 1}, tolerance=1e-4),
+        Variant(name="split", summary="one image at a time", options={"images_per_call": 1}, tolerance=1e-4),
         # The server allows 1e-4 per model call.
         Variant(name="served", summary="served", served=True, tolerance=1e-3),
         Variant(name="mps", summary="virtual MPS", device="mps", virtual=True, tolerance=1e-4),

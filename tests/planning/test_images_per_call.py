@@ -1,4 +1,4 @@
-"""Choice of the number of images per call."""
+"""Choice of the number of images that the models run at a time."""
 
 from __future__ import annotations
 

@@ -26,10 +26,11 @@ MODELS = tuple(
 DISCRETE, UNIFIED = list_residences(unified_memory=False), list_residences(unified_memory=True)
 
 
-def measure(savings: MemorySavings, images: int) -> Footprint:
+def measure(savings: MemorySavings, images: int, images_per_call: int | None = None, /) -> Footprint:
     """Return a pipeline with activations of 10, 40 and 200 bytes per image; tiles and slices reduce them."""
-    decode = 200 * images if not savings.vae_in_parts else 60
-    denoise = (40 if not savings.sliced_attention else 20) * images
+    at_a_time = min(images, images_per_call or images)
+    decode = 200 * at_a_time if not savings.vae_in_parts else 60
+    denoise = (40 if not savings.sliced_attention else 20) * at_a_time
     model_calls = (
         ModelCall("text_encoder", "encode", 10 * images),
         ModelCall("unet", "denoise", denoise),

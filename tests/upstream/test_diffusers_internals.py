@@ -182,10 +182,15 @@ def test_hooks_are_in_the_registry_attribute() -> None:
     HookRegistry.check_if_exists_or_initialize(layer).register_hook(make_hook(), "test")
     assert isinstance(getattr(layer, internals.HOOK_ATTRIBUTE), HookRegistry)
     assert internals.has_hook(vars(layer))
+    assert internals.list_hooks(vars(layer)) == ("test",)
     empty = torch.nn.Linear(2, 2)
     assert not internals.has_hook(vars(empty))
     HookRegistry.check_if_exists_or_initialize(empty)
     assert not internals.has_hook(vars(empty)), "an empty registry does not count"
+    assert internals.list_hooks(vars(empty)) == ()
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    CLASSES.hooks.apply_layerwise_casting(model, torch.float16, torch.float32)
+    assert set(internals.list_hooks(vars(model[0]))) <= set(internals.STATELESS_HOOKS) != set()
     pipe: Any = recipes()["stable-diffusion"].make()
     pipe.remove_all_hooks()
     assert getattr(pipe, internals.PIPELINE_HOOKS) == []

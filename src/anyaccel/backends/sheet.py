@@ -258,7 +258,7 @@ class Sheet:
     @property
     def reliable_batches(self) -> bool:
         """Whether generating several images per call has no known problems."""
-        # Unknown counts as reliable: one image per call would slow down every device without a report.
+        # Unknown counts as reliable: one image at a time would slow down every device without a report.
         return not _lacks(self.batches)
 
     @property

@@ -39,6 +39,7 @@ from anyaccel.planning.speedups import choose_compile_policy
 from anyaccel.runtime.call.validation import find_size_multiple
 from anyaccel.runtime.introspection import read_facts
 from anyaccel.runtime.placement.memory_plan import find_default_side, list_pipeline_rules
+from anyaccel.runtime.placement.row_split import split_traced_rows
 from anyaccel.tracing.footprint_measurement import Measurement
 from anyaccel.tracing.meta_pipeline import FullSizePipeline, build_pipeline
 from anyaccel.tracing.model_folder import ModelFolder
@@ -223,6 +224,7 @@ class _MemoryEstimate:
             denoisers=self.facts.denoisers,
             arguments=lambda images: _make_call(self.full, size, images),
             attention=self.plan.attention.value,
+            split_rows=split_traced_rows(self.full.pipe, self.facts.denoisers),
             size=size,
             unified_memory=self.target.sheet.unified_memory,
             is_host=self.target.sheet.is_host,

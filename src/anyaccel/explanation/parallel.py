@@ -71,8 +71,8 @@ def split_memory(measure: Measure, facts: PipelineFacts, split: Split | None) ->
     def shard(model: ModelSize) -> ModelSize:
         return replace(model, weights_bytes=int(model.weights_bytes * shares.get(model.name, 1.0)))
 
-    def measure_rank(savings: MemorySavings, images: int) -> Footprint:
-        footprint = measure(savings, images)
+    def measure_rank(savings: MemorySavings, images: int, images_per_call: int | None = None, /) -> Footprint:
+        footprint = measure(savings, images, images_per_call)
         return replace(footprint, models=tuple(shard(model) for model in footprint.models))
 
     return measure_rank

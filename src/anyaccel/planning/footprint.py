@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 __all__ = ["PHASES", "Footprint", "Measure", "MemorySavings", "ModelCall", "ModelSize", "Phase"]
 
@@ -79,5 +78,8 @@ class Footprint:
         return next(model for model in self.models if model.name == name)
 
 
-# Returns the footprint of a call with the given savings and number of images.
-Measure: TypeAlias = Callable[[MemorySavings, int], Footprint]
+class Measure(Protocol):
+    """A function that returns the footprint of a pipeline call."""
+
+    def __call__(self, savings: MemorySavings, images: int, images_per_call: int | None = None, /) -> Footprint:
+        """Return the footprint of a call for `images` images, of which models run `images_per_call` at a time."""

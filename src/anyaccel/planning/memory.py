@@ -51,19 +51,19 @@ _FAR_TOO_LARGE = 8
 
 @dataclass(frozen=True)
 class MemoryRule:
-    """Memory settings for a pipeline call: memory mode, activation savings and images per model call."""
+    """Memory settings for a pipeline call: memory mode, activation savings and images at a time."""
 
     residence: Residence = "resident"
     savings: MemorySavings = PLAIN
     images_per_call: int | None = None
-    """The number of images per model call; None for the whole batch."""
+    """The number of images that the models run at a time; None for the whole batch."""
 
     def __str__(self) -> str:
         items = [_RESIDENCE_TEXT[self.residence]]
         items += ["VAE tiled"] if self.savings.vae_in_parts else []
         items += ["attention one head at a time"] if self.savings.sliced_attention else []
         if self.images_per_call is not None:
-            items.append(f"{self.images_per_call} image{'s' if self.images_per_call > 1 else ''} per call")
+            items.append(f"{self.images_per_call} image{'s' if self.images_per_call > 1 else ''} at a time")
         return ", ".join(items)
 
 
@@ -245,7 +245,7 @@ def choose_memory(
             too_large = _reject_early(measure, images, capacity_bytes, candidates[-1])
             if too_large is not None:
                 return too_large
-        peaks = predict(measure(rule.savings, min(rule.images_per_call or images, images)), rule.residence)
+        peaks = predict(measure(rule.savings, images, rule.images_per_call), rule.residence)
         need = max(peaks.values())
         if need <= capacity_bytes:
             rejected = f"{tried[0][1]} would need {readable(tried[0][0])}; " if tried else ""
@@ -268,7 +268,7 @@ def _reject_early(
     """
     # Without tiling: a far too large image has thousands of VAE tiles, and tracing them would be slow.
     savings = replace(smallest.savings, vae_in_parts=False)
-    peaks = predict(measure(savings, min(smallest.images_per_call or images, images)), smallest.residence)
+    peaks = predict(measure(savings, images, smallest.images_per_call), smallest.residence)
     need = peaks.get("denoise", 0)
     if need <= capacity_bytes:
         return None
@@ -348,7 +348,7 @@ def make_forecast(
     candidates = list(rules)
     decision, peaks = choose_memory(measure, images, capacity_bytes, candidates)
     rule = decision.value
-    footprint = measure((rule or candidates[0]).savings, min(images, (rule or candidates[0]).images_per_call or images))
+    footprint = measure((rule or candidates[0]).savings, images, (rule or candidates[0]).images_per_call)
     residence = (rule or candidates[0]).residence
     recorded = predict(footprint, residence, recorded=True)
     forecast = Forecast(

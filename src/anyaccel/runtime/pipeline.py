@@ -129,14 +129,6 @@ class Portable(VendorAliases):
             return super()._execution_device  # type: ignore[misc]
         return placement.device
 
-    def progress_bar(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a progress bar for a pipeline call; the calls for one split batch share a bar."""
-        make_bar: Any = super().progress_bar  # type: ignore[misc]
-        placement = find_placement(self)
-        if placement is None or placement.progress is None:
-            return make_bar(*args, **kwargs)
-        return placement.progress.begin(make_bar, *args, **kwargs)
-
     def enable_attention_slicing(self, slice_size: str | int | None = "auto") -> None:
         """Compute attention for a few heads at a time in every model, to reduce memory use.
 

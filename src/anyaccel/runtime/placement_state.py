@@ -17,10 +17,8 @@ from anyaccel.planning.memory import MemoryRule, Residence
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.planning.plan import NO_MEMORY, Plan
 from anyaccel.planning.run_report import RunReport
-from anyaccel.runtime.batch_split import SharedProgress
 
 if TYPE_CHECKING:
-    from anyaccel.runtime.call.batch_draws import TracedDraws
     from anyaccel.runtime.placement.memory_plan import CallPlan
     from anyaccel.runtime.speed.apply_speedups import SpeedState
 
@@ -59,8 +57,6 @@ class Placement:
     options: PlacementOptions
     call_plan: Plan = None  # type: ignore[assignment]
     """The plan that calls use: with sliced attention if memory requires it, otherwise `plan`."""
-    progress: SharedProgress | None = None
-    """The progress bar that the calls of one batch share."""
     running: bool = False
     """Whether a call is running. Nested calls then run without setup of their own."""
     # Reentrant, because a callback may call the pipeline again in the same thread.
@@ -89,8 +85,8 @@ class Placement:
     """State of the speed-ups, with the measured times."""
     call_plans: dict[str, CallPlan] = field(default_factory=dict)
     """Memory plan of each call shape, by the text of `shape_of`."""
-    traced_draws: dict[str, TracedDraws] = field(default_factory=dict)
-    """The random numbers that calls draw, for calls that were split."""
+    unsplit: set[str] = field(default_factory=set)
+    """Reasons why models run whole batches that should be split; each is reported once."""
     seeds_run_singly: bool = False
     """Whether images with seeds run one per call, because the pipeline draws noise that belongs to no single image."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,8 @@ __all__ = ["Measurement", "set_vae_tiling", "supports_streaming"]
 # Parameters from which a torch hook computes the weight before the forward that streaming wraps.
 _COMPUTED = {"weight_g", "weight_orig"}
 _PARAMETER_CONTAINERS = (torch.nn.ParameterDict, torch.nn.ParameterList)
+# Makes models run a part of the images at a time. Arguments: the number of images, and of images at a time.
+SplitRows = Callable[[int, int | None], AbstractContextManager[None]]
 _TILING_METHODS = {"enable_slicing": "disable_slicing", "enable_tiling": "disable_tiling"}
 
 
@@ -37,6 +40,7 @@ class Measurement:
         denoisers: Collection[str],
         arguments: Callable[[int], Mapping[str, Any]],
         attention: AttentionRule,
+        split_rows: SplitRows,
         size: tuple[int, int] | None = None,
         unified_memory: bool = False,
         is_host: bool = False,
@@ -44,11 +48,11 @@ class Measurement:
     ) -> None:
         self.pipe, self.traced, self.workspace = pipe, traced, workspace
         self.denoisers, self.arguments, self.attention = denoisers, arguments, attention
-        self.size = size
+        self.split_rows, self.size = split_rows, size
         self.never_offloaded = () if unified_memory else read_never_offloaded(pipe)
         self.trace_facts = TraceFacts()
         """Facts of the first run."""
-        self._footprints: dict[tuple[MemorySavings, int], Footprint] = {}
+        self._footprints: dict[tuple[MemorySavings, int, int | None], Footprint] = {}
         models = {name: model for name, model in pipe.components.items() if isinstance(model, torch.nn.Module)}
         self._models = tuple(_read_size(name, model, workspace, fetches_ahead) for name, model in models.items())
         self._never_streamed = tuple(
@@ -58,15 +62,16 @@ class Measurement:
             if not is_host and (name in read_never_offloaded(pipe) or not supports_streaming(model))
         )
 
-    def __call__(self, savings: MemorySavings, images: int) -> Footprint:
+    def __call__(self, savings: MemorySavings, images: int, images_per_call: int | None = None, /) -> Footprint:
         """Return the memory footprint of a call that generates `images` images.
 
-        `savings` selects techniques that reduce activation memory, such as VAE tiling. Footprints are
-        cached.
+        `savings` selects techniques that reduce activation memory, such as VAE tiling. The models run at most
+        `images_per_call` images at a time. Footprints are cached.
         """
-        if (savings, images) not in self._footprints:
-            self._footprints[savings, images] = self._measure(savings, images)
-        return self._footprints[savings, images]
+        key = savings, images, None if images_per_call is None or images_per_call >= images else images_per_call
+        if key not in self._footprints:
+            self._footprints[key] = self._measure(*key)
+        return self._footprints[key]
 
     def of_another_call(
         self, arguments: Callable[[int], Mapping[str, Any]], size: tuple[int, int] | None
@@ -77,11 +82,13 @@ class Measurement:
         other.arguments, other.size, other.trace_facts, other._footprints = arguments, size, TraceFacts(), {}
         return other
 
-    def _measure(self, savings: MemorySavings, images: int) -> Footprint:
+    def _measure(self, savings: MemorySavings, images: int, images_per_call: int | None) -> Footprint:
         set_vae_tiling(self.pipe, savings.vae_in_parts)
         first = not self._footprints
         attention = replace(self.attention, heads="max") if savings.sliced_attention else self.attention
-        self.traced.run(self.pipe, self.arguments(images), self.workspace, attention, setting=savings.vae_in_parts)
+        setting = savings.vae_in_parts, images_per_call and (images, images_per_call)
+        with self.split_rows(images, images_per_call):
+            self.traced.run(self.pipe, self.arguments(images), self.workspace, attention, setting)
         if first:
             self.trace_facts = self.traced.trace_facts
         return Footprint(

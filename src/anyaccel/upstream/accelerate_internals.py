@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["HOOK_ATTRIBUTES", "find_hook", "has_hook", "set_hook"]
+__all__ = ["HOOK_ATTRIBUTES", "find_hook", "find_hooked_forward", "has_hook", "set_hook"]
 
 # Attributes that `add_hook_to_module` sets on a module in addition to `forward` (hooks.py).
 HOOK_ATTRIBUTES = ("_hf_hook", "_old_forward")
@@ -30,3 +30,8 @@ def has_hook(attributes: Mapping[str, Any]) -> bool:
     """Return whether a module with the given `__dict__` has an accelerate hook (hooks.py)."""
     # Not `hasattr`, which is slow for missing attributes (`nn.Module.__getattr__`): this runs for every layer.
     return "_hf_hook" in attributes
+
+
+def find_hooked_forward(attributes: Mapping[str, Any]) -> Any:
+    """Return the forward that the hook of a module with the given `__dict__` replaced, or None (hooks.py)."""
+    return attributes.get("_old_forward")

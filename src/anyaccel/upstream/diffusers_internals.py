@@ -25,6 +25,7 @@ __all__ = [
     "PIPELINE_HOOKS",
     "PREFETCH_HOOKS",
     "SKIPPED_LAYERS",
+    "STATELESS_HOOKS",
     "allow_uneven_shares",
     "casts_components",
     "find_denoising_step",
@@ -34,6 +35,7 @@ __all__ = [
     "is_argument_error",
     "is_hook_forward",
     "is_uneven_share",
+    "list_hooks",
     "make_tensor_parallel_config",
     "read_alpha_sigma",
     "read_dtype_argument",
@@ -59,6 +61,8 @@ HOOK_ATTRIBUTE = "_diffusers_hook"
 GROUP_OFFLOADING = "group_offloading"
 # Hooks that record the order of layers in the first forward, for prefetching (hooks/group_offloading.py).
 PREFETCH_HOOKS = ("layer_execution_tracker", "lazy_prefetch_group_offloading")
+# Hooks that move or cast weights, and do not change or store what a layer computes (hooks/*.py).
+STATELESS_HOOKS = (GROUP_OFFLOADING, *PREFETCH_HOOKS, "layerwise_casting", "peft_autocast_disable")
 # Start of the warning about layers that the first forward did not run; they are loaded on demand.
 SKIPPED_LAYERS = "It seems like some layers were not executed"
 # Attribute of a pipeline that contains its offloading hooks (pipelines/pipeline_utils.py).
@@ -80,6 +84,12 @@ def is_hook_forward(forward: Any) -> bool:
     """Return whether a hook registry has created this `forward` (hooks/hooks.py, `HookRegistry.register_hook`)."""
     function = forward.func if isinstance(forward, functools.partial) else None
     return getattr(function, "__module__", None) == "diffusers.hooks.hooks"
+
+
+def list_hooks(attributes: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the diffusers hooks of a module with the given `__dict__` (hooks/hooks.py)."""
+    registry = attributes.get(HOOK_ATTRIBUTE)
+    return () if registry is None else tuple(registry.hooks)
 
 
 def is_argument_error(error: BaseException) -> bool:

@@ -104,7 +104,7 @@ def test_a_batch_that_runs_out_of_memory_is_split_and_the_outcome_is_stored() ->
 
     difference, rule, _ = run_forked("hpu", use)
     assert difference < TOLERANCE
-    assert "2 images per call" in rule
+    assert "2 images at a time" in rule
 
     def run_in_next_process(accelerator: VirtualAccelerator) -> str:
         silence_output()
@@ -112,7 +112,7 @@ def test_a_batch_that_runs_out_of_memory_is_split_and_the_outcome_is_stored() ->
         pipe = place(recipes()["stable-diffusion"].make(), "hpu", **options)
         return str(pipe(**call, seed=3, num_images_per_prompt=4).plan.memory_in_use)
 
-    assert "2 images per call" in run_forked("hpu", run_in_next_process)
+    assert "2 images at a time" in run_forked("hpu", run_in_next_process)
 
 
 def test_a_failed_call_does_not_leak_memory() -> None:

@@ -22,8 +22,6 @@ from anyaccel.recipes import recipes
 from anyaccel.recipes.parts.calls import make_image
 from anyaccel.runtime.workarounds.function_modes import make_model_function_mode, make_pipeline_function_mode
 from anyaccel.runtime.workarounds.noise import (
-    BatchSliceNoise,
-    ChunkDraw,
     NoiseSource,
     NotPerImageError,
     PerImageNoise,
@@ -151,7 +149,7 @@ def test_generator_of_the_caller_draws_in_the_requested_dtype() -> None:
     }
 
 
-def draw_normal(shape: tuple[int, ...], generator: torch.Generator | None, first_row: int) -> torch.Tensor:
+def draw_normal(shape: tuple[int, ...], generator: torch.Generator | None) -> torch.Tensor:
     return torch.randn(shape, generator=generator)
 
 
@@ -168,54 +166,27 @@ def test_noise_of_several_images_must_come_from_their_own_generators() -> None:
         source.check_finished()
 
 
-def test_chunk_gets_its_rows_of_the_noise_of_the_batch() -> None:
-    expected = cpu_generator(5)
-    shared, batch = torch.randn(1, 4, generator=expected), torch.randn(3, 4, generator=expected)
-    for row in range(3):
-        draws = [ChunkDraw("randn", (1, 4), (1, 4)), ChunkDraw("randn", (1, 4), (3, 4), first_row=row)]
-        source, generator = BatchSliceNoise(draws), cpu_generator(5)
-        assert torch.equal(source.draw("randn", draw_normal, (1, 4), generator), shared)
-        with pytest.raises(UsageError, match="drew 1 random tensors instead of 2"):
-            source.check_finished()
-        assert torch.equal(source.draw("randn", draw_normal, (1, 4), generator), batch[row : row + 1])
-        source.check_finished()
-        assert torch.equal(generator.get_state(), expected.get_state())
-        with pytest.raises(UsageError, match="drew randn of shape"):
-            source.draw("randn", draw_normal, (1, 4), generator)
-
-
-def draw_each_way(rows: slice, generator: torch.Generator) -> list[torch.Tensor]:
-    """Draw for some rows of a batch with functions that get the batch size in different ways."""
-    chances = torch.linspace(0.1, 0.9, 12).reshape(3, 4)[rows]
-    size, template = len(chances), torch.zeros(len(chances), 4)
+def draw_each_way(generator: torch.Generator) -> list[torch.Tensor]:
+    """Draw with functions that get the shape in different ways."""
+    chances, template = torch.linspace(0.1, 0.9, 12).reshape(3, 4), torch.zeros(3, 4)
     return [
-        torch.randint(0, 100, (size, 4), generator=generator),
-        torch.randint(100, size=(size, 4), generator=generator),
+        torch.randint(0, 100, (3, 4), generator=generator),
+        torch.randint(100, size=(3, 4), generator=generator),
         torch.multinomial(chances, 2, generator=generator),
         torch.bernoulli(chances, generator=generator),
         torch.normal(chances, chances, generator=generator),
-        torch.normal(0.0, 1.0, (size, 4), generator=generator),
+        torch.normal(0.0, 1.0, (3, 4), generator=generator),
         template.clone().exponential_(generator=generator),
         template.clone().bernoulli_(chances, generator=generator),
     ]
 
 
-def test_chunk_gets_its_rows_of_every_random_function() -> None:
-    names = ["randint"] * 2 + ["multinomial", "bernoulli"] + ["normal"] * 2 + ["exponential_", "bernoulli_"]
+def test_every_random_function_draws_the_values_of_the_cpu() -> None:
     plan = make_plan(anyaccel.sheet("cpu"), PipelineFacts(pipeline="Test"), PlacementOptions(), device="cpu")
-    mode = make_pipeline_function_mode(plan, torch.device("cpu"))
-    whole = draw_each_way(slice(0, 3), cpu_generator(5))
-    for rows in (slice(0, 2), slice(2, 3)):
-        size = rows.stop - rows.start
-        shapes = [tuple(tensor.shape[1:]) for tensor in whole]
-        draws = [
-            ChunkDraw(name, (size, *shape), (3, *shape), first_row=rows.start)
-            for name, shape in zip(names, shapes, strict=True)
-        ]
-        with use_noise_source(BatchSliceNoise(draws)), mode:
-            parts = draw_each_way(rows, cpu_generator(5))
-        for name, part, tensor in zip(names, parts, whole, strict=True):
-            assert torch.equal(part, tensor[rows]), name
+    expected = draw_each_way(cpu_generator(5))
+    with make_pipeline_function_mode(plan, torch.device("cpu")):
+        actual = draw_each_way(cpu_generator(5))
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_noise_sources_can_be_nested() -> None:

@@ -1,4 +1,4 @@
-"""Execution of one pipeline call: validation, batch splitting, workarounds and the NaN check."""
+"""Execution of one pipeline call: validation, memory settings, workarounds and the NaN check."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from anyaccel.errors import AnyaccelError, DoesNotFitError, NotFiniteError, Usag
 from anyaccel.library_logging import FLOAT32_ADVICE, drop_log_records
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.plan import Plan
-from anyaccel.runtime.batch_split import INPUT_IMAGES, SharedProgress, join_results, split_request
-from anyaccel.runtime.call.request_noise import RequestNoise, StartNoise
+from anyaccel.runtime.call.request_noise import RequestNoise
+from anyaccel.runtime.call.single_images import join_results, repeat_input_images, select_image
 from anyaccel.runtime.call.validation import validate_call, warn_unused_arguments
 from anyaccel.runtime.call_request import CallRequest, read_call_request
 from anyaccel.runtime.distributed.parallel import run_split, share_noise
 from anyaccel.runtime.introspection import find_components
 from anyaccel.runtime.placement.inherit import follow_models
-from anyaccel.runtime.placement.oom_retry import Run, run_within_memory, weights_on_cpu
+from anyaccel.runtime.placement.oom_retry import run_within_memory, weights_on_cpu
 from anyaccel.runtime.placement.place import place_in_smaller_dtype, place_new_models, restore_float32_modules
+from anyaccel.runtime.placement.row_split import split_rows
 from anyaccel.runtime.placement_state import Placement, find_placement
 from anyaccel.runtime.speed.apply_speedups import apply_speedups
 from anyaccel.runtime.speed.compile import compile_cache_env, record_shape
@@ -48,8 +49,9 @@ from anyaccel.upstream.torch_internals import read_hook_tables
 
 __all__ = ["run_call"]
 
-Call = Callable[..., Any]
 _LOG = logging.getLogger("anyaccel")
+
+Call = Callable[..., Any]
 
 
 def run_call(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -91,27 +93,22 @@ def _run_request(pipe: Any, placement: Placement, call: Call, args: tuple[Any, .
     if split is not None:
         # Before the generator states are stored: all ranks must replay from the states of rank 0.
         request = share_noise(request)
-    noise = RequestNoise(pipe, request, placement.traced_draws)
+    noise = RequestNoise(request)
 
-    def run_chunk(chunk: CallRequest, first: int, chunks: int) -> Any:
-        # A retry after an out-of-memory error may have another number of chunks, so it starts a new bar.
-        if chunks > 1 and (placement.progress is None or placement.progress.calls != chunks):
-            placement.progress = SharedProgress(chunks)
-        record_shape(placement, chunk)
+    def run_once(part: CallRequest, images_per_call: int | None) -> Any:
+        record_shape(placement, part)
         placement.running = True
         try:
-            with apply_speedups(pipe, placement, chunk):
-                return run_split(
-                    pipe, split, _ChunkRun(pipe, placement, call, chunk, noise.make_start(first, chunk.images)).finish
-                )
+            with apply_speedups(pipe, placement, part), _split_batch(pipe, placement, part, images_per_call):
+                return run_split(pipe, split, _CallRun(pipe, placement, call, part, noise).finish)
         finally:
             _set_idle(pipe, placement)
 
-    run = _with_seeds(placement, request, run_chunk)
+    def run(images_per_call: int | None) -> Any:
+        return _run_images(placement, request, functools.partial(run_once, images_per_call=images_per_call))
+
     try:
-        results = (
-            [run(request, 0, 1)] if placement.shared else run_within_memory(pipe, placement, request, noise.split, run)
-        )
+        result = run(None) if placement.shared else run_within_memory(pipe, placement, request, run)
     except DoesNotFitError as error:
         if placement.shared or split is not None or not place_in_smaller_dtype(pipe, placement, error):
             raise
@@ -120,42 +117,47 @@ def _run_request(pipe: Any, placement: Placement, call: Call, args: tuple[Any, .
         assert smaller is not None
         return _run_request(pipe, smaller, call, args, kwargs)
     finally:
-        if placement.progress is not None:
-            placement.progress.close()
-        placement.progress = None
         _set_idle(pipe, placement)
     _warn_tiling(placement)
-    result = join_results(results)
     if placement.plan.check_finite.value:
         warn_safety_checker(result)
     _attach_plan(result, placement, request)
     return result
 
 
-def _with_seeds(placement: Placement, request: CallRequest, run_chunk: Run) -> Run:
-    """Return a function that runs images with seeds together if each of them gets only noise of its own seed.
+@contextmanager
+def _split_batch(pipe: Any, placement: Placement, request: CallRequest, images_per_call: int | None) -> Iterator[None]:
+    """Run the models for at most `images_per_call` images at a time inside the `with` block, if they support it."""
 
-    Otherwise, it runs the images one by one.
-    """
+    def report(reason: str) -> None:
+        if reason not in placement.unsplit:
+            placement.unsplit.add(reason)
+            _LOG.warning(
+                "anyaccel: a model runs %d images at a time instead of %s, because its batch cannot be split: %s",
+                request.images,
+                images_per_call,
+                reason,
+            )
 
-    def run(chunk: CallRequest, first: int, chunks: int) -> Any:
-        if len(chunk.seeds) < 2:
-            return run_chunk(chunk, first, chunks)
-        if not placement.seeds_run_singly:
-            try:
-                return run_chunk(chunk, first, chunks)
-            except Exception as error:
-                # If an input image was repeated for each image, the pipeline may have rejected the list.
-                repeated = any(chunk.arguments.get(name) is not request.arguments.get(name) for name in INPUT_IMAGES)
-                if (not repeated and not _depends_on_batch(error)) or is_out_of_memory(error):
-                    raise
-        singles = split_request(request, 1, first)[: chunk.images]
-        count = chunks * len(singles)
-        results = [run_chunk(single, first + index, count) for index, single in enumerate(singles)]
-        placement.seeds_run_singly = True
-        return join_results(results)
+    with split_rows(find_components(pipe), placement.denoisers, request.images, images_per_call, report):
+        yield
 
-    return run
+
+def _run_images(placement: Placement, request: CallRequest, run: Callable[[CallRequest], Any]) -> Any:
+    """Run images with seeds together if each of them gets only noise of its own seed, otherwise one by one."""
+    if len(request.seeds) < 2:
+        return run(request)
+    if not placement.seeds_run_singly:
+        together = repeat_input_images(request)
+        try:
+            return run(together)
+        except Exception as error:
+            # If an input image was repeated for each image, the pipeline may have rejected the list.
+            if (together is request and not _depends_on_batch(error)) or is_out_of_memory(error):
+                raise
+    results = [run(select_image(request, image)) for image in range(request.images)]
+    placement.seeds_run_singly = True
+    return join_results(results)
 
 
 def _depends_on_batch(error: Exception) -> bool:
@@ -174,7 +176,7 @@ def _set_idle(pipe: Any, placement: Placement) -> None:
     current = find_placement(pipe)  # another object if a callback placed the pipeline again
     placement.running = False
     if current is not None and current is not placement:
-        current.running, current.progress = False, None
+        current.running = False
 
 
 def _warn_tiling(placement: Placement) -> None:
@@ -206,11 +208,11 @@ def _needs_no_function_mode(placement: Placement, plan: Plan, source: NoiseSourc
     return is_host(placement.device) and not plan.workarounds.value and type(source) is NoiseSource
 
 
-class _ChunkRun:
+class _CallRun:
     """One pipeline call, rerun with the failing model in float32 if its outputs contain NaN or Inf."""
 
-    def __init__(self, pipe: Any, placement: Placement, call: Call, chunk: CallRequest, start: StartNoise) -> None:
-        self.pipe, self.placement, self.call, self.chunk, self.start = pipe, placement, call, chunk, start
+    def __init__(self, pipe: Any, placement: Placement, call: Call, request: CallRequest, noise: RequestNoise) -> None:
+        self.pipe, self.placement, self.call, self.request, self.noise = pipe, placement, call, request, noise
         self.components = find_components(pipe)
         self.side_stream_copy = find_side_stream_copy(placement)
 
@@ -230,18 +232,18 @@ class _ChunkRun:
 
     def _may_be_repaired(self, names: list[str]) -> bool:
         """Return whether a callback or a hook of the user can have replaced NaN and Inf in the models' outputs."""
-        if any("callback" in name and value is not None for name, value in self.chunk.arguments.items()):
+        if any("callback" in name and value is not None for name, value in self.request.arguments.items()):
             return True
         return any(read_hook_tables(self.components[name])[0] for name in names if name in self.components)
 
     def _run_once(self) -> tuple[Any, OutputCheck]:
-        chunk, source = self.start(self.chunk)
+        request, source = self.noise.start(self.request)
         with (
             checking_outputs(None if self.side_stream_copy is None else self.side_stream_copy.record_event) as outputs,
             self._apply_plan(source),
         ):
             try:
-                result = chunk.call(self.call, self.pipe)
+                result = request.call(self.call, self.pipe)
                 source.check_finished()
                 return result, outputs
             except ValueError as error:

@@ -26,10 +26,10 @@ from anyaccel.planning.memory import (
 )
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.planning.parallel import count_rank_parameters
-from anyaccel.runtime.batch_split import split_request
 from anyaccel.runtime.call_request import CallRequest, shape_of
 from anyaccel.runtime.introspection import find_components, plain_class, read_facts
 from anyaccel.runtime.placement.mapped_weights import is_mapped
+from anyaccel.runtime.placement.row_split import split_traced_rows
 from anyaccel.runtime.placement_state import Placement
 from anyaccel.tracing.footprint_measurement import Measurement
 from anyaccel.tracing.meta_clone import clone_pipeline
@@ -138,7 +138,7 @@ def list_pipeline_rules(
 ) -> list[MemoryRule]:
     """Return the memory settings to try when generating `images` images, fastest first.
 
-    `images_per_call` is the number of images per pipeline call that the plan requires. None allows
+    `images_per_call` is the number of images at a time that the plan requires. None allows
     settings that split the batch.
     """
     whole = images_per_call is not None and images_per_call >= images
@@ -310,10 +310,11 @@ def _fits_easily(pipe: Any, placement: Placement, request: CallRequest, capacity
 def _make_measurement(pipe: Any, placement: Placement, request: CallRequest) -> Measurement:
     traced = PipelineTrace()
     clone = clone_pipeline(pipe, plain_class(pipe), traced)
+    denoisers = read_facts(pipe).denoisers
 
     def arguments(images: int) -> dict[str, Any]:
-        chunk = split_request(request, images)[0]
-        shaped = {name: value for name, value in chunk.arguments.items() if name not in _SHAPELESS_ARGUMENTS}
+        assert images == request.images
+        shaped = {name: value for name, value in request.arguments.items() if name not in _SHAPELESS_ARGUMENTS}
         return map_tensors(shaped, _to_zeros)  # type: ignore[no-any-return]
 
     width, height = request.arguments.get("width"), request.arguments.get("height")
@@ -321,7 +322,8 @@ def _make_measurement(pipe: Any, placement: Placement, request: CallRequest) -> 
         clone,
         traced,
         read_workspace(placement.opened.sheet, virtual=placement.plan.virtual),
-        denoisers=read_facts(pipe).denoisers,
+        denoisers=denoisers,
+        split_rows=split_traced_rows(clone, denoisers),
         arguments=arguments,
         attention=placement.plan.attention.value,
         unified_memory=placement.opened.sheet.unified_memory,

@@ -19,7 +19,7 @@ from anyaccel.planning.memory import MemoryRule, Residence
 from anyaccel.planning.workarounds import choose_workarounds
 from anyaccel.processes.gc_control import release_unreachable
 from anyaccel.runtime.call_request import CallRequest, shape_of
-from anyaccel.runtime.introspection import find_components, find_models, read_facts
+from anyaccel.runtime.introspection import find_components, find_denoisers, find_models, read_facts
 from anyaccel.runtime.placement.memory_plan import (
     CallPlan,
     find_capacity,
@@ -35,6 +35,7 @@ from anyaccel.runtime.placement.offload import (
     set_residence,
 )
 from anyaccel.runtime.placement.oom_history import has_outcome, load_outcome, save_outcome
+from anyaccel.runtime.placement.row_split import find_split_obstacle
 from anyaccel.runtime.placement_state import Placement, find_placement, record_placed_models
 from anyaccel.runtime.speed.apply_speedups import forget_captured_graphs, remove_speedups
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
@@ -42,7 +43,6 @@ from anyaccel.runtime.workarounds.model_inputs import set_input_adapters
 from anyaccel.tracing.footprint_measurement import set_vae_tiling
 
 __all__ = [
-    "Run",
     "apply_rule",
     "clear_traceback_frames",
     "free_memory",
@@ -54,17 +54,15 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 
-# Runs one chunk of a request. Arguments: the chunk, the index of its first image, the number of chunks.
-Run = Callable[[CallRequest, int, int], Any]
-# Splits a request into chunks. Arguments: the largest number of images per chunk, the index of the first image.
-Split = Callable[[int | None, int], list[CallRequest]]
+# Runs a request. Argument: the largest number of images that the models run at a time.
+Run = Callable[[int | None], Any]
 
 
-def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, split: Split, run: Run) -> list[Any]:
-    """Run a request, split as its memory settings require, and return a list of results.
+def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, run: Run) -> Any:
+    """Run a request with its memory settings, and return the result.
 
-    After an out-of-memory error, try the next memory settings without regenerating finished images.
-    Raise `DoesNotFitError` if no settings remain.
+    After an out-of-memory error, run it again with the next memory settings. Raise `DoesNotFitError` if no
+    settings remain.
     """
     _stream_new_weights(pipe, placement)
     before = placement.memory_rule
@@ -73,20 +71,14 @@ def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, spl
         # No retries: if only one rank retried, the others would wait for it in a collective.
         rules = [next((rule for rule in rules if rule.residence == placement.residence), rules[0])]
     chosen = _choose_rule(pipe, placement, request, rules)
-    results: list[Any] = []
-    done = 0
     message = ""
     start = rules.index(chosen.decision.value) if chosen.decision.value in rules else 0
-    for attempt, rule in enumerate(rules[start:]):
-        decision = (
-            chosen.decision if attempt == 0 else Decision(rule, f"a faster memory mode ran out of memory: {message}")
-        )
+    for attempt, rule in enumerate(_skip_useless_splits(pipe, placement, rules[start:])):
+        reason = f"a faster memory mode ran out of memory: {message}" if attempt else chosen.decision.reason
+        decision = Decision(rule, reason)
         try:
             apply_rule(pipe, placement, decision, chosen if attempt == 0 else None)
-            chunks = split(_images_per_call(placement, rule), done)
-            for chunk in chunks:
-                results.append(run(chunk, done, len(chunks)))
-                done += chunk.images
+            result = run(_images_per_call(placement, rule))
             if rule.residence != "resident":
                 end_phase(pipe)
         except BaseException as error:
@@ -99,7 +91,7 @@ def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, spl
             if attempt:
                 placement.call_plans[shape_of(request)] = CallPlan(decision)
                 save_outcome(_outcome_key(pipe, placement, request), rule, find_capacity(pipe, placement))
-            return results
+            return result
         # Outside of the except block: while it is active, the exception keeps the frames of the call alive.
         forget_captured_graphs(pipe)
         if placement.residence != "resident":
@@ -108,6 +100,19 @@ def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, spl
         _LOG.warning("anyaccel: out of memory with %s at %s; trying the next memory mode", rule, shape_of(request))
     _restore(pipe, placement, before)
     raise make_does_not_fit_error(pipe, placement, request, f"every memory mode ran out of memory: {message}")
+
+
+def _skip_useless_splits(pipe: Any, placement: Placement, rules: list[MemoryRule]) -> Iterator[MemoryRule]:
+    """Yield the rules; if the models cannot be split, leave out those that only split the batch."""
+    tried: set[MemoryRule] = set()
+    for rule in rules:
+        # If the plan requires a split, the models that support it are split.
+        splits = rule.images_per_call is not None and placement.plan.images_per_call.value is None
+        if splits and find_split_obstacle(find_denoisers(pipe, placement)):
+            rule = replace(rule, images_per_call=None)
+        if rule not in tried:
+            tried.add(rule)
+            yield rule
 
 
 def _stream_new_weights(pipe: Any, placement: Placement) -> None:

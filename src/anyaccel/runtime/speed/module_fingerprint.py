@@ -30,7 +30,7 @@ from anyaccel.upstream.torch_internals import (
     read_hook_tables,
 )
 
-__all__ = ["LayerHooks", "ModuleFingerprint", "PatchedCode", "find_custom_code"]
+__all__ = ["LayerHooks", "ModuleFingerprint", "PatchedCode", "find_custom_code", "find_source", "is_trusted"]
 
 _ENTRY_METHODS = ("forward", "__call__", CONVOLUTION_FORWARD)
 # Attributes of a layer that contain an object with attributes of its own: attention processors, and the configs of
@@ -151,17 +151,17 @@ def find_custom_code(module: torch.nn.Module) -> str:
     A replayed graph would skip this code.
     """
     for cls in _list_classes(module):
-        if not _is_trusted(cls.__module__):
+        if not is_trusted(cls.__module__):
             return cls.__name__
         for name in _ENTRY_METHODS:
             function = getattr(cls, name, None)
-            if function is not None and not _is_trusted(_find_source(function)):
+            if function is not None and not is_trusted(find_source(function)):
                 return f"a patched {cls.__name__}.{name}"
     for layer in module.modules():
         for name, value in vars(layer).items():
             if not callable(value) or isinstance(value, torch.nn.Module | ForwardOverrides) or name == OVERRIDES_KEY:
                 continue
-            if callable(getattr(type(layer), name, None)) and not _is_trusted(_find_source(value)):
+            if callable(getattr(type(layer), name, None)) and not is_trusted(find_source(value)):
                 return f"a replaced {name} of {type(layer).__name__}"
     return ""
 
@@ -171,7 +171,7 @@ def _list_classes(module: torch.nn.Module) -> list[type]:
     return list(dict.fromkeys(map(type, chain(module.modules(), filter(None, processors)))))
 
 
-def _find_source(function: Any) -> str:
+def find_source(function: Any) -> str:
     """Return the name of the Python module that defines a function."""
     # By its globals and not by `__module__`: `functools.wraps` copies `__module__` and would hide a patch.
     function = getattr(function, "__func__", getattr(function, "func", function))
@@ -179,7 +179,8 @@ def _find_source(function: Any) -> str:
     return str(namespace.get("__name__") if namespace is not None else getattr(function, "__module__", ""))
 
 
-def _is_trusted(source: str) -> bool:
+def is_trusted(source: str) -> bool:
+    """Return whether a Python module belongs to a library whose layers do the same work at every call."""
     return source.partition(".")[0] in _TRUSTED_LIBRARIES
 
 

@@ -9,20 +9,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from anyaccel.backends.device_type_checks import is_host, is_on
-from anyaccel.errors import UsageError
 from anyaccel.runtime.workarounds.host_transfer import CopyFunction
 from anyaccel.upstream.torch_random import BY_SHAPE, FROM_VALUES, IN_PLACE, INITIALIZERS, INTEGERS, LIKE
 
 __all__ = [
-    "SPLIT_HINT",
-    "BatchSliceNoise",
-    "ChunkDraw",
     "NoiseSource",
     "NotPerImageError",
     "PerImageNoise",
@@ -30,8 +25,6 @@ __all__ = [
     "make_handlers",
     "use_noise_source",
 ]
-
-SPLIT_HINT = "pass one seed per image (`seed=[1, 2]`), or generate the images in separate calls"
 
 # Why not on the device: Neuron has no generator (https://github.com/huggingface/diffusers/pull/13289), `torch.randn` is
 # "broken on HPU" (https://github.com/huggingface/optimum-habana, scheduling_euler_ancestral_discrete.py), and every
@@ -41,9 +34,8 @@ SPLIT_HINT = "pass one seed per image (`seed=[1, 2]`), or generate the images in
 # (https://github.com/pytorch/pytorch/issues/166853).
 
 Tensor = torch.Tensor
-# Draws a tensor of a shape from a generator. If the call generates only a part of the batch, the shape is that of the
-# whole batch, and the integer is the index of the part's first row.
-Draw = Callable[[tuple[int, ...], torch.Generator | None, int], Tensor]
+# Draws a tensor of a shape from a generator.
+Draw = Callable[[tuple[int, ...], torch.Generator | None], Tensor]
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -56,7 +48,7 @@ class NoiseSource:
 
     def draw(self, function: str, draw: Draw, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         """Call `draw` with the shape and the generator, and return the resulting tensor."""
-        return draw(shape, generator, 0)
+        return draw(shape, generator)
 
     def owns(self, generator: torch.Generator) -> bool:
         """Return whether this source created the generator from a seed, rather than the caller passing it."""
@@ -89,66 +81,12 @@ class PerImageNoise(NoiseSource):
         for own, drawn in zip(self.generators, self.drawn, strict=True):
             if own is generator:
                 drawn.append((function, shape))
-        return draw(shape, generator, 0)
+        return draw(shape, generator)
 
     def check_finished(self) -> None:
         """Raise `NotPerImageError` if one image drew other noise than the others, for example for all of them."""
         if any(drawn != self.drawn[0] for drawn in self.drawn):
             raise NotPerImageError("one image's generator drew for the other images")
-
-
-@dataclass(frozen=True)
-class ChunkDraw:
-    """One draw of a call that generates a part of a batch, and the draw of the whole batch that it is a part of."""
-
-    function: str
-    shape: tuple[int, ...]
-    batch_shape: tuple[int, ...]
-    """Equal to `shape` if all images share the draw, or if each image has its own generator."""
-    first_row: int = 0
-    """Index in the batch's noise of the first row that belongs to this call."""
-    by_first_image: bool = False
-    """Whether the whole batch shares a draw from the generator of its first image."""
-    advances_first_image: bool = False
-    """Whether the generator of the batch's first image draws as well at this point."""
-
-
-class BatchSliceNoise(NoiseSource):
-    """A noise source that draws for a whole batch and returns only the rows for the images in this call.
-
-    A split batch receives the same noise as an unsplit one. `draws` lists all draws of the call, and
-    `first_generator` is a copy of the generator of the batch's first image, if each image has its own.
-    """
-
-    def __init__(self, draws: Sequence[ChunkDraw], first_generator: torch.Generator | None = None) -> None:
-        self.draws, self.first_generator, self.position = draws, first_generator, 0
-
-    def draw(self, function: str, draw: Draw, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        """Draw noise for the whole batch and return the rows for this call's images."""
-        planned = self.draws[self.position] if self.position < len(self.draws) else None
-        self.position += 1
-        if planned is None or (function, shape) != (planned.function, planned.shape):
-            raise _make_mismatch_error(f"{function} of shape {shape}")
-        if self.first_generator is not None and planned.advances_first_image:
-            draw(shape, self.first_generator, 0)
-        if self.first_generator is not None and planned.by_first_image:
-            generator = self.first_generator
-        drawn = draw(planned.batch_shape, generator, planned.first_row)
-        if planned.batch_shape == shape:
-            return drawn
-        return drawn[planned.first_row : planned.first_row + shape[0]].clone()
-
-    def check_finished(self) -> None:
-        """Raise if the call drew less noise than the whole batch."""
-        if self.position < len(self.draws):
-            raise _make_mismatch_error(f"{self.position} random tensors instead of {len(self.draws)}")
-
-
-def _make_mismatch_error(drawn: str) -> UsageError:
-    return UsageError(
-        f"a batch with one generator cannot be split: the pipeline drew {drawn}, unlike in a trace of the same call",
-        hint=SPLIT_HINT,
-    )
 
 
 _ACTIVE = threading.local()
@@ -242,7 +180,7 @@ class _CpuDrawing:
             shape = tuple(kwargs["size"] if "size" in kwargs else args[-1])
             bounds = args if "size" in kwargs else args[:-1]
 
-        def draw(shape: tuple[int, ...], generator: torch.Generator | None, first_row: int) -> Tensor:
+        def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
             make: Any = torch.randint if sized else torch.randperm
             size = {"size": shape} if sized else {}
             drawn: Tensor = make(*bounds, generator=generator, device=device, **options, **size)
@@ -259,10 +197,9 @@ class _CpuDrawing:
         dtype = _choose_draw_dtype(target.dtype, generator)
         parameters = [value.to(device) if isinstance(value, Tensor) else value for value in args[1:]]
 
-        def draw(shape: tuple[int, ...], generator: torch.Generator | None, first_row: int) -> Tensor:
+        def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
             template = torch.empty(shape, dtype=dtype, device=device)
-            values = _repeat_rows(parameters, tuple(target.shape), shape, first_row)
-            drawn: Tensor = func(template, *values, generator=generator, **options)
+            drawn: Tensor = func(template, *parameters, generator=generator, **options)
             return drawn
 
         return target.copy_(_current_source().draw(func.__name__, draw, tuple(target.shape), generator))
@@ -288,9 +225,8 @@ class _CpuDrawing:
         values = [value.to(device) if isinstance(value, Tensor) else value for value in args]
         shape = _find_shape(func, values, options)
 
-        def draw(drawn_shape: tuple[int, ...], generator: torch.Generator | None, first_row: int) -> Tensor:
-            repeated = _repeat_rows(values, shape, drawn_shape, first_row)
-            drawn: Tensor = func(*repeated, generator=generator, **options)
+        def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+            drawn: Tensor = func(*values, generator=generator, **options)
             return drawn
 
         return _current_source().draw(func.__name__, draw, shape, generator).to(kwargs.get("device") or target)
@@ -306,26 +242,6 @@ def _find_shape(func: Any, values: Sequence[Any], options: Mapping[str, Any]) ->
     return tuple(options["size"] if "size" in options else values[2])
 
 
-def _repeat_rows(
-    values: Sequence[Any], shape: tuple[int, ...], batch_shape: tuple[int, ...], first_row: int
-) -> list[Any]:
-    """Repeat the rows of tensors for the whole batch, with the given rows at `first_row`.
-
-    The other rows of the result are not used, but a draw for the whole batch requires values for them.
-    """
-    if shape == batch_shape:
-        return list(values)
-    rows = (torch.arange(batch_shape[0]) - first_row) % shape[0]
-    return [
-        value[rows.to(value.device)]
-        if isinstance(value, Tensor) and value.dim() and value.shape[0] == shape[0]
-        else batch_shape
-        if isinstance(value, Sequence) and tuple(value) == shape
-        else value
-        for value in values
-    ]
-
-
 def _choose_draw_dtype(dtype: torch.dtype, generator: torch.Generator | None) -> torch.dtype:
     """Return the dtype for drawing: float32 for half precision, unless the caller passed a generator."""
     is_callers = generator is not None and not _current_source().owns(generator)
@@ -333,7 +249,7 @@ def _choose_draw_dtype(dtype: torch.dtype, generator: torch.Generator | None) ->
 
 
 def _make_draw(func: Any, dtype: torch.dtype, device: torch.device) -> Draw:
-    def draw(shape: tuple[int, ...], generator: torch.Generator | None, first_row: int) -> Tensor:
+    def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         drawn: Tensor = func(shape, generator=generator, dtype=dtype, device=device)
         return drawn
 

@@ -1,0 +1,233 @@
+"""Batch splitting: models run a few rows of a batch at a time, while the pipeline handles the whole batch.
+
+On devices with unreliable support for batches, and for batches that do not fit in memory, the forward of each denoiser
+and ControlNet runs several times with fewer rows. The pipeline itself is called once, so noise, callbacks and
+the order of images are those of diffusers. See docs/decisions/0017-split-batches.md.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from anyaccel.backends.out_of_memory import is_out_of_memory
+from anyaccel.errors import first_line
+from anyaccel.forward_overrides import ForwardOverrides, Slot, remove_override, set_override
+from anyaccel.runtime.placement.row_arguments import (
+    Arguments,
+    NotSplittableError,
+    RowRules,
+    count_rows,
+    join_outputs,
+    load_table,
+    split_arguments,
+)
+from anyaccel.runtime.speed.module_fingerprint import find_custom_code, find_source, is_trusted
+from anyaccel.upstream.accelerate_internals import find_hooked_forward
+from anyaccel.upstream.diffusers_internals import STATELESS_HOOKS, list_hooks
+from anyaccel.upstream.torch_compile_internals import is_compiled
+from anyaccel.upstream.torch_internals import read_child_table, read_global_hooks, read_hook_tables
+
+__all__ = ["find_obstacle", "find_split_obstacle", "split_rows", "split_traced_rows"]
+
+_DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
+_BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+# Libraries whose decorators replace methods of diffusers, or whose functions diffusers and torch import.
+_DECORATING_LIBRARIES = sys.stdlib_module_names | {"huggingface_hub"}
+
+# Called with the reason why a model is not split.
+Report = Callable[[str], None]
+
+
+class _RowSplit:
+    """Override of a model's forward that runs a few rows at a time."""
+
+    def __init__(self, name: str, module: torch.nn.Module, rules: RowRules, report: Report) -> None:
+        self.name, self.module, self.rules, self.report = name, module, rules, report
+        self.images, self.images_per_call = 1, 1
+        # Another pipeline may run the same model in another thread.
+        self.thread_id = threading.get_ident()
+
+    def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model, in several calls if it has more rows than allowed."""
+        if threading.get_ident() != self.thread_id:
+            return forward(*args, **kwargs)
+        try:
+            rows = count_rows(self.module, self.rules, args, kwargs)
+            # A pipeline may run several rows per image: two with guidance.
+            limit = max(1, self.images_per_call * rows // self.images)
+            if rows <= limit:
+                return forward(*args, **kwargs)
+            obstacle = find_obstacle(self.module)
+            if obstacle:
+                raise NotSplittableError(obstacle)
+            chunks = split_arguments(self.module, self.rules, args, kwargs, limit)
+            return self._run(forward, chunks)
+        except NotSplittableError as error:
+            self.report(f"{self.name} ({type(self.module).__name__}): {error}")
+        return forward(*args, **kwargs)
+
+    def _run(self, forward: Callable[..., Any], chunks: list[Arguments]) -> Any:
+        try:
+            outputs = [forward(*args, **kwargs) for args, kwargs in chunks]
+            return join_outputs(outputs, joins_lists=self.rules.joins_lists)
+        except NotSplittableError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            # For example, outputs that are padded to the longest prompt of the chunk. Other errors occur again.
+            raise NotSplittableError(f"{type(error).__name__}: {first_line(error)}") from error
+
+
+def find_obstacle(model: torch.nn.Module) -> str:
+    """Return why the rows of a model may depend on one another, or why its calls are observable; empty if neither."""
+    if torch.is_grad_enabled():
+        return "gradients are enabled"
+    code = find_custom_code(model) or _find_patched_code(model)
+    if code:
+        return f"{code} may combine the images of a batch"
+    if any(not _is_from_torch(hook) for table in read_global_hooks() for hook in table.values()):
+        return "a global hook is registered"
+    for layer in model.modules():
+        obstacle = _find_layer_obstacle(layer, is_model=layer is model)
+        if obstacle:
+            return obstacle
+    return ""
+
+
+def _find_layer_obstacle(layer: torch.nn.Module, *, is_model: bool) -> str:
+    attributes = vars(layer)
+    processor = attributes.get("processor") or read_child_table(layer).get("processor")
+    if processor is not None and type(processor).__name__ not in load_table().processors:
+        return f"the attention processor {type(processor).__name__} may combine the images of a batch"
+    # Hooks on the model itself run outside of the split forward.
+    if not is_model and any(not _is_from_torch(hook) for table in read_hook_tables(layer) for hook in table.values()):
+        return f"a hook is registered on {type(layer).__name__}"
+    hooks = [name for name in list_hooks(attributes) if name not in STATELESS_HOOKS]
+    if hooks:
+        return f"the hook {hooks[0]} is enabled"
+    # Checked here because `find_custom_code` sees only the outermost forward.
+    forward = attributes.get("forward")
+    beneath = forward.beneath if isinstance(forward, ForwardOverrides) else None
+    replaced = [function for function in (beneath, find_hooked_forward(attributes)) if function is not None]
+    if any(not is_trusted(find_source(function)) for function in replaced):
+        return f"the forward of {type(layer).__name__} is replaced"
+    if layer.training and isinstance(layer, _DROPOUTS) and layer.p > 0:
+        return "dropout is active, because the model is in training mode"
+    if layer.training and isinstance(layer, _BATCH_NORMS):
+        return "batch normalization is active, because the model is in training mode"
+    return ""
+
+
+def _is_from_torch(hook: Any) -> bool:
+    """Return whether a hook belongs to torch, such as that of `weight_norm`."""
+    return find_source(hook).partition(".")[0] == "torch"
+
+
+def _find_patched_code(model: torch.nn.Module) -> str:
+    """Return the name of a function in the classes of a model, or in `torch.nn.functional`, that a user replaced."""
+    kinds = {base for layer in model.modules() for base in type(layer).__mro__ if base is not object}
+    owners: list[Any] = [*kinds, functional]
+    for owner in owners:
+        for name, value in vars(owner).items():
+            source = find_source(value) if isinstance(value, FunctionType) else ""
+            if source and not is_trusted(source) and source.partition(".")[0] not in _DECORATING_LIBRARIES:
+                return f"a patched {owner.__name__}.{name}"
+    return ""
+
+
+def find_split_obstacle(models: Mapping[str, torch.nn.Module]) -> str:
+    """Return why the batch of a pipeline with these denoisers cannot be split; empty if it can.
+
+    A call may still run unsplit, if the pipeline changes a model or passes an unknown argument.
+    """
+    for name, model in models.items():
+        for module in _find_split_modules(model):
+            obstacle = _find_static_obstacle(module)
+            if obstacle:
+                return f"{name} ({type(module).__name__}): {obstacle}"
+    return ""
+
+
+def _find_static_obstacle(module: torch.nn.Module) -> str:
+    if is_compiled(module):
+        return "it is compiled by the user"
+    if load_table().find_rules(module) is None:
+        return "it is not known whether its rows are independent"
+    with torch.no_grad():
+        return find_obstacle(module)
+
+
+def _find_split_modules(model: torch.nn.Module) -> Iterable[torch.nn.Module]:
+    """Return the modules to split: the model, or the models that it consists of, such as several ControlNets."""
+    parts = getattr(model, "nets", None)
+    return parts if isinstance(parts, torch.nn.ModuleList) else [model]
+
+
+@contextmanager
+def split_rows(
+    components: Mapping[str, Any], denoisers: Iterable[str], images: int, images_per_call: int | None, report: Report
+) -> Iterator[None]:
+    """Run the models for at most `images_per_call` of the `images` images at a time inside the `with` block.
+
+    A model whose rows cannot be separated with certainty runs the whole batch, and `report` is called with the reason.
+    """
+    if images_per_call is None or images <= images_per_call:
+        yield
+        return
+    with ExitStack() as stack:
+        for name in denoisers:
+            for module in _find_split_modules(components[name]) if name in components else ():
+                _install(name, module, images, images_per_call, report, stack)
+        for name, component in components.items():
+            is_autoencoder = hasattr(component, "decode") and hasattr(component, "encode")
+            if (
+                isinstance(component, torch.nn.Module)
+                and is_autoencoder
+                and not getattr(component, "use_slicing", False)
+            ):
+                _enable_slicing(name, component, report, stack)
+        yield
+
+
+def _enable_slicing(name: str, vae: Any, report: Report, stack: ExitStack) -> None:
+    """Let an autoencoder run one image at a time until the stack is closed."""
+    obstacle = "slicing is not supported"
+    if type(vae).__name__ in load_table().vaes:
+        with torch.no_grad():
+            obstacle = find_obstacle(vae)
+    if obstacle:
+        report(f"{name} ({type(vae).__name__}): {obstacle}")
+        return
+    vae.enable_slicing()
+    stack.callback(vae.disable_slicing)
+
+
+def split_traced_rows(pipe: Any, denoisers: Iterable[str]) -> Callable[[int, int | None], AbstractContextManager[None]]:
+    """Return `split_rows` for a pipeline with its models on `meta`."""
+
+    def split(images: int, images_per_call: int | None) -> AbstractContextManager[None]:
+        return split_rows(pipe.components, denoisers, images, images_per_call, lambda reason: None)
+
+    return split
+
+
+def _install(
+    name: str, module: torch.nn.Module, images: int, images_per_call: int, report: Report, stack: ExitStack
+) -> None:
+    rules = None if is_compiled(module) else load_table().find_rules(module)
+    if rules is None:
+        report(f"{name} ({type(module).__name__}): {_find_static_obstacle(module)}")
+        return
+    split = _RowSplit(name, module, rules, report)
+    split.images, split.images_per_call = images, images_per_call
+    set_override(module, Slot.ROWS, split)
+    stack.callback(remove_override, module, Slot.ROWS)
