@@ -18,7 +18,7 @@ WAN = ComponentFacts(
 )
 
 
-def measure_wan(savings: MemorySavings, images: int) -> Footprint:
+def measure_wan(savings: MemorySavings, images: int, images_per_call: int | None = None, /) -> Footprint:
     size = ModelSize(name="transformer", kind="Wan", parameters=14, weights_bytes=27 * GIB, layer_bytes=GIB)
     calls = (ModelCall("transformer", "denoise", 10 * GIB),)
     return Footprint(

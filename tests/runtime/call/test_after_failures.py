@@ -116,7 +116,7 @@ def test_a_model_with_weights_on_disk_is_retried_in_float32() -> None:
 def test_an_interrupted_retry_restores_the_model() -> None:
     def use() -> Any:
         pipe = anyaccel.place(make_overflowing(), "hpu", dtype="float16")
-        calls, run_once = [], call._ChunkRun._run_once
+        calls, run_once = [], call._CallRun._run_once
 
         def interrupt_third(self: Any) -> Any:
             calls.append(self)
@@ -125,7 +125,7 @@ def test_an_interrupted_retry_restores_the_model() -> None:
             return run_once(self)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(call._ChunkRun, "_run_once", interrupt_third)
+            patch.setattr(call._CallRun, "_run_once", interrupt_third)
             with pytest.raises(KeyboardInterrupt):
                 run(RECIPE, pipe)
         left = pipe.vae.dtype, {adapter.cast_to for adapter in find_input_adapters(pipe.vae)}

@@ -9,11 +9,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from diffusers.models.attention_processor import AttnProcessor2_0
 
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import DoesNotFitError, UsageError
+from anyaccel.forward_overrides import Slot, set_override
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.pipeline import place
@@ -113,6 +115,69 @@ def test_a_batch_that_runs_out_of_memory_is_split_and_the_outcome_is_stored() ->
         return str(pipe(**call, seed=3, num_images_per_prompt=4).plan.memory_in_use)
 
     assert "2 images at a time" in run_forked("hpu", run_in_next_process)
+
+
+def fail_above(model: torch.nn.Module, limit: int) -> list[int]:
+    """Make a model run out of memory with more than `limit` rows, and return a list of the rows of its calls."""
+    rows: list[int] = []
+
+    def forward(inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rows.append(len(args[0]))
+        if rows[-1] > limit:
+            raise torch.OutOfMemoryError("out of memory, because there are too many rows")
+        return inner(*args, **kwargs)
+
+    set_override(model, Slot.CAPTURE, forward)
+    return rows
+
+
+def test_a_call_that_runs_out_of_memory_starts_again_with_the_same_noise() -> None:
+    def use(accelerator: VirtualAccelerator) -> tuple[float, bool, list[int], list[int]]:
+        silence_output()
+        recipe = recipes()["stable-diffusion"]
+        stock: Any = recipe.make()
+        pipe = place(
+            recipe.make(), "hpu", dtype="float32", memory="resident", vae_tiling=False, attention_slicing="max"
+        )
+        rows, steps = fail_above(pipe.unet, 4), []
+
+        def record(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+            steps.append(step)
+            return values
+
+        generators = [torch.Generator().manual_seed(3) for _ in range(2)]
+        arguments = recipe.call() | {"num_images_per_prompt": 4}
+        expected = stock(**arguments | {"generator": generators[0]}).images
+        images = pipe(**arguments | {"generator": generators[1], "callback_on_step_end": record}).images
+        same_state = torch.equal(generators[0].get_state(), generators[1].get_state())
+        return float(numpy.abs(images - expected).max()), same_state, rows, steps
+
+    difference, same_state, rows, steps = run_forked("hpu", use)
+    assert difference < TOLERANCE
+    assert same_state
+    assert rows[0] == 8, "four images with guidance"
+    assert set(rows[1:]) == {4}
+    assert steps == sorted(set(steps)), "the first attempt failed before a step was finished"
+
+
+class SharedAttention(AttnProcessor2_0):
+    """A processor that anyaccel does not know."""
+
+
+def test_rules_that_split_the_batch_are_skipped_if_the_models_cannot_be_split() -> None:
+    def use(accelerator: VirtualAccelerator) -> list[int]:
+        silence_output()
+        recipe = recipes()["stable-diffusion"]
+        pipe = place(
+            recipe.make(), "hpu", dtype="float32", memory="resident", vae_tiling=False, attention_slicing="max"
+        )
+        pipe.unet.set_attn_processor(SharedAttention())
+        rows = fail_above(pipe.unet, 4)
+        with pytest.raises(DoesNotFitError, match="too many rows"):
+            pipe(**recipe.call() | {"num_images_per_prompt": 4})
+        return rows
+
+    assert run_forked("hpu", use) == [8], "no other rule can help"
 
 
 def test_a_failed_call_does_not_leak_memory() -> None:

@@ -117,7 +117,7 @@ def test_outputs_of_every_kind_are_joined() -> None:
     joined = join_outputs([Transformer2DModelOutput(first), Transformer2DModelOutput(second)], joins_lists=False)
     assert type(joined) is Transformer2DModelOutput
     assert joined.sample.shape == joined["sample"].shape == (3, 2)
-    residuals = [ControlNetOutput((part, part), part) for part in (first, second)]
+    residuals = [ControlNetOutput([part, part], part) for part in (first, second)]  # type: ignore[arg-type]
     assert [len(part) for part in join_outputs(residuals, joins_lists=False).down_block_res_samples] == [3, 3]
     assert len(join_outputs([([first],), ([second, second],)], joins_lists=True)[0]) == 3
     with pytest.raises(NotSplittableError, match="the output contains a float"):
@@ -136,7 +136,7 @@ def test_the_table_of_the_package() -> None:
 
 
 def test_how_the_table_is_generated() -> None:
-    shapes = {
+    shapes: dict[str, dict[str, list[Any]]] = {
         "sample": {"a": [[2, [2, 4]], [3, [3, 4]]]},
         "timestep": {"a": [[2, []], [3, []]], "b": [[2, [2]], [4, [4]]]},
         "ids": {"a": [[2, [2, 3]], [3, [2, 3]]]},

@@ -16,7 +16,6 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
-from anyaccel.errors import UsageError
 from anyaccel.forward_overrides import Slot, set_override
 from anyaccel.recipes import recipes
 from anyaccel.runtime.placement.row_split import find_obstacle, find_split_obstacle
@@ -129,7 +128,7 @@ def test_generators_and_results_are_those_of_one_call() -> None:
     numpy.testing.assert_allclose(call(placed, generator=None), expected, atol=1e-4)
     assert torch.rand(1) == after
     assert set(rows) == {2}
-    with pytest.raises(UsageError, match="negative_prompt"):
+    with pytest.raises(ValueError, match="negative_prompt"):
         call(placed, prompt=["a", "b"], negative_prompt=["c"])
 
 
@@ -260,7 +259,7 @@ def test_a_hook_on_the_model_itself_sees_the_whole_batch() -> None:
 def test_an_unknown_argument_is_not_split(caplog: pytest.LogCaptureFixture) -> None:
     stock, placed, rows = make_pair()
     mask = torch.tensor([[1.0], [0.5], [2.0]]).repeat(2, 1).view(6, 1, 1)
-    arguments = {"cross_attention_kwargs": {"attention_scale": mask}}
+    arguments: dict[str, Any] = {"cross_attention_kwargs": {"attention_scale": mask}}
     images = check_unsplit(placed, rows, caplog, "'cross_attention_kwargs.attention_scale' is not known", **arguments)
     numpy.testing.assert_allclose(images, call(stock, **arguments), atol=1e-4)
 
@@ -313,7 +312,7 @@ def test_a_wrong_number_of_images_changes_only_the_memory_use() -> None:
     )  # fmt: skip
     for pipe in (stock, placed):
         pipe.set_progress_bar_config(disable=True)
-    arguments = {"prompt": ["a fox", "a hen"], "num_images_per_prompt": None}
+    arguments: dict[str, Any] = {"prompt": ["a fox", "a hen"], "num_images_per_prompt": None}
     numpy.testing.assert_allclose(call(placed, **arguments), call(stock, **arguments), atol=1e-4)
 
 

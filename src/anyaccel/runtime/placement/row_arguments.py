@@ -84,7 +84,7 @@ def load_table() -> RowTable:
 
 def count_rows(model: torch.nn.Module, rules: RowRules, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Return the number of rows of a model call; raise `NotSplittableError` if it cannot be determined."""
-    name = next(iter(rules.arguments))
+    name = next(iter(rules.arguments), "")
     value = _name_arguments(model, args, kwargs).get(name)
     if isinstance(value, torch.Tensor) and value.dim():
         return int(value.shape[0])
