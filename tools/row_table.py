@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import inspect
 import json
 import logging
@@ -161,7 +162,7 @@ def _install_recorders(pipe: Any, observations: _Observations) -> list[_Recorder
         set_override(recorder.model, Slot.RECORDING, recorder)
     for component in pipe.components.values():
         if isinstance(component, torch.nn.Module) and hasattr(component, "use_slicing"):
-            sliced = copy.deepcopy(component)
+            sliced: Any = copy.deepcopy(component)
             sliced.enable_slicing()
             for method in ("encode", "decode"):
                 vars(component)[method] = _compare_slicing(component, sliced, method, observations)
@@ -279,11 +280,16 @@ def _count(value: Any) -> int:
     return len(value) if isinstance(value, list) else 1
 
 
+def _collect(found: list[Any], tensor: Any) -> Any:
+    found.append(tensor)
+    return tensor
+
+
 def _find_difference(expected: Any, actual: Any) -> str:
     """Describe how two outputs differ; return an empty string if they differ only by rounding errors."""
     tensors: tuple[list[Any], list[Any]] = ([], [])
     for value, found in zip((expected, actual), tensors, strict=True):
-        map_tensors(value, lambda tensor, found=found: found.append(tensor) or tensor)
+        map_tensors(value, functools.partial(_collect, found))
     if len(tensors[0]) != len(tensors[1]):
         return f"{len(tensors[1])} tensors instead of {len(tensors[0])}"
     for one, other in zip(*tensors, strict=True):

@@ -8,6 +8,7 @@ from typing import Any
 import diffusers
 import numpy
 import torch
+from diffusers.utils.outputs import BaseOutput
 
 from tests.differential.session import Session, as_array, usage
 
@@ -242,7 +243,7 @@ def output_with_own_fields(session: Session) -> Any:
     """A subclass whose output has fields named `seeds` and `plan`."""
 
     @dataclass
-    class Output(diffusers.utils.BaseOutput):
+    class Output(BaseOutput):
         images: Any
         seeds: list[int]
         plan: str

@@ -163,6 +163,9 @@ def test_a_call_that_runs_out_of_memory_starts_again_with_the_same_noise() -> No
 class SharedAttention(AttnProcessor2_0):
     """A processor that anyaccel does not know."""
 
+    def __init__(self) -> None:
+        super().__init__()
+
 
 def test_rules_that_split_the_batch_are_skipped_if_the_models_cannot_be_split() -> None:
     def use(accelerator: VirtualAccelerator) -> list[int]:
