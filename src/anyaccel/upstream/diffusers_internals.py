@@ -38,6 +38,7 @@ __all__ = [
     "read_alpha_sigma",
     "read_dtype_argument",
     "read_float32_modules",
+    "read_module",
     "read_never_offloaded",
     "read_offload_order",
     "read_parallel_plan",
@@ -80,6 +81,11 @@ def is_hook_forward(forward: Any) -> bool:
     """Return whether a hook registry has created this `forward` (hooks/hooks.py, `HookRegistry.register_hook`)."""
     function = forward.func if isinstance(forward, functools.partial) else None
     return getattr(function, "__module__", None) == "diffusers.hooks.hooks"
+
+
+def read_module(registry: Any) -> Any:
+    """Return the module of a hook registry (hooks/hooks.py)."""
+    return registry._module_ref
 
 
 def is_argument_error(error: BaseException) -> bool:
