@@ -183,8 +183,11 @@ def test_hooks_are_in_the_registry_attribute() -> None:
     assert isinstance(getattr(layer, internals.HOOK_ATTRIBUTE), HookRegistry)
     assert internals.has_hook(vars(layer))
     assert internals.list_hooks(vars(layer)) == ("test",)
+    assert internals.is_hook_forward(layer.forward)
+    assert internals.read_module(getattr(layer, internals.HOOK_ATTRIBUTE)) is layer
     empty = torch.nn.Linear(2, 2)
     assert not internals.has_hook(vars(empty))
+    assert not internals.is_hook_forward(empty.forward)
     HookRegistry.check_if_exists_or_initialize(empty)
     assert not internals.has_hook(vars(empty)), "an empty registry does not count"
     assert internals.list_hooks(vars(empty)) == ()
@@ -194,6 +197,7 @@ def test_hooks_are_in_the_registry_attribute() -> None:
     pipe: Any = recipes()["stable-diffusion"].make()
     pipe.remove_all_hooks()
     assert getattr(pipe, internals.PIPELINE_HOOKS) == []
+    assert internals.read_offload_order(pipe) == ("text_encoder", "image_encoder", "unet", "vae")
 
 
 def test_pipelines_use_execution_device() -> None:

@@ -40,6 +40,7 @@ __all__ = [
     "read_alpha_sigma",
     "read_dtype_argument",
     "read_float32_modules",
+    "read_module",
     "read_never_offloaded",
     "read_offload_order",
     "read_parallel_plan",
@@ -90,6 +91,11 @@ def list_hooks(attributes: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the diffusers hooks of a module with the given `__dict__` (hooks/hooks.py)."""
     registry = attributes.get(HOOK_ATTRIBUTE)
     return () if registry is None else tuple(registry.hooks)
+
+
+def read_module(registry: Any) -> Any:
+    """Return the module of a hook registry (hooks/hooks.py)."""
+    return registry._module_ref
 
 
 def is_argument_error(error: BaseException) -> bool:

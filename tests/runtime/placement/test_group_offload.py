@@ -153,6 +153,55 @@ def test_multihead_attention_gets_the_weights_of_its_output_projection(streams: 
     on_hpu(use, streams=streams)
 
 
+class Adapter(torch.nn.Module):
+    """A layer with parameters in containers, as in LoHa adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(4, 4)
+        self.factors = torch.nn.ParameterDict({"default": torch.ones(4, 4)})
+        self.scales = torch.nn.ModuleDict({"default": torch.nn.ParameterList([torch.full((4,), 3.0)])})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scales: Any = self.scales["default"]
+        output: torch.Tensor = self.base(x) + x @ self.factors["default"] * scales[0]
+        return output
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_parameters_in_containers_are_streamed(streams: bool) -> None:
+    def use() -> None:
+        model, x = torch.nn.Sequential(Adapter(), Adapter()), torch.randn(2, 4)
+        expected = model(x)
+        start_streaming(model, torch.device("hpu", 0), use_stream=streams, pin=streams)
+        for _ in range(2):
+            assert difference(model(x.to("hpu")).cpu(), expected) < 1e-4
+        end_streaming_call(model)
+        assert {tensor.device for tensor in model.parameters()} == {CPU}
+        given = {name: value.detach() * 2 for name, value in model.named_parameters()}
+        output = torch.func.functional_call(model, given, (x.to("hpu"),))
+        stop_streaming(model)
+        assert not list_leftovers(model)
+        assert difference(output.cpu(), torch.func.functional_call(model, given, (x,))) < 1e-3
+
+    on_hpu(use, streams=streams)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_values_that_a_layer_changes_are_kept(streams: bool) -> None:
+    def use() -> None:
+        model, expected, x = torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4), torch.randn(8, 4)
+        start_streaming(model, torch.device("hpu", 0), use_stream=streams, pin=streams)
+        for _ in range(2):
+            model(x.to("hpu"))
+            expected(x)
+        stop_streaming(model)
+        for name, value in expected.state_dict().items():
+            assert difference(model.state_dict()[name], value) < 1e-5, name
+
+    on_hpu(use, streams=streams)
+
+
 def test_new_parameters_are_detected() -> None:
     model = Model()
     assert not has_unstreamed_layers(model)

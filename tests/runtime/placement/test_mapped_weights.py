@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from anyaccel.processes.forked_call import call_in_fork
-from anyaccel.runtime.placement import mapped_weights
 from anyaccel.runtime.placement.mapped_weights import is_mapped, map_weights
+from anyaccel.storage import temporary_file
 
 SIDE = 2048
 WEIGHT_KIB = SIDE * SIDE * 4 // 1024
@@ -53,7 +53,7 @@ def test_changes_are_not_written_to_the_file(monkeypatch: pytest.MonkeyPatch, tm
     map_weights(layer)
     assert not list(tmp_path.iterdir()), "the file is removed when it is mapped"
 
-    monkeypatch.setattr(mapped_weights, "_CAN_REMOVE_OPEN_FILES", False)  # as on Windows
+    monkeypatch.setattr(temporary_file, "_CAN_REMOVE_MAPPED_FILES", False)  # as on Windows
     other = torch.nn.Linear(4, 4)
     map_weights(other)
     (path,) = tmp_path.iterdir()

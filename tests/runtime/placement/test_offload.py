@@ -226,10 +226,11 @@ def test_weights_on_disk_remain_while_another_pipeline_uses_them() -> None:
     run_forked("mps", use, timeout_s=300)
 
 
-def test_weights_on_disk_work_in_inference_mode() -> None:
+@pytest.mark.parametrize("residence", ["phase", "layer"])
+def test_weights_on_disk_work_in_inference_mode(residence: str) -> None:
     def use(accelerator: VirtualAccelerator) -> None:
         silence_output()
-        pipe = place(make(), "mps", dtype="float32", memory="phase")
+        pipe = place(make(), "mps", dtype="float32", memory=residence)
         with torch.inference_mode():
             inside = generate(pipe)  # regression: "Inference tensors do not track version counter"
         assert difference(generate(pipe), inside) < TOLERANCE

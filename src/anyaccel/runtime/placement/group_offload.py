@@ -27,6 +27,7 @@ from anyaccel.upstream.diffusers_internals import (
     PREFETCH_HOOKS,
     SKIPPED_LAYERS,
     is_hook_forward,
+    read_module,
 )
 from anyaccel.upstream.torch_internals import read_version
 
@@ -104,19 +105,20 @@ def _make_group_class() -> type:
 
         @torch.compiler.disable()  # type: ignore[untyped-decorator]
         def onload_(self) -> None:
-            _store_host_tensors(self)
-            super().onload_()
-            self.versions = _read_versions(self)
+            # Inference tensors have no version counter: https://github.com/pytorch/pytorch/pull/54403
+            with torch.inference_mode(False), torch.no_grad():
+                _store_host_tensors(self)
+                super().onload_()
+                self.versions = _read_versions(self)
 
         @torch.compiler.disable()  # type: ignore[untyped-decorator]
         def offload_(self) -> None:
-            for tensor, version in _read_versions(self).items():
-                if version != self.versions.get(tensor, version):
-                    self.cpu_param_dict[tensor].copy_(tensor.data.to(self.offload_device))
-            if self.stream is None:
-                for tensor in list(self.cpu_param_dict):
-                    tensor.data = self.cpu_param_dict.pop(tensor)
-            super().offload_()  # does not copy tensors that are already on the CPU
+            with torch.inference_mode(False), torch.no_grad():
+                _save_changes(self)
+                if self.stream is None:
+                    for tensor in list(self.cpu_param_dict):
+                        tensor.data = self.cpu_param_dict.pop(tensor)
+                super().offload_()  # does not copy tensors that are already on the CPU
 
     return HostBackedGroup
 
@@ -129,6 +131,16 @@ def _store_host_tensors(group: Any) -> None:
         stored = group.cpu_param_dict.get(tensor)
         if stored is None or stored.data_ptr() != tensor.data_ptr():
             group.cpu_param_dict[tensor] = tensor.data
+
+
+def _save_changes(group: Any) -> None:
+    """Copy the values that were changed on the device to the CPU tensors."""
+    # The kernel of batch norm changes the statistics without incrementing their version counters.
+    changes_buffers = any(module.training for module in (*group.modules, *group.owners))
+    for tensor, version in _read_versions(group).items():
+        is_buffer = not isinstance(tensor, torch.nn.Parameter)
+        if version != group.versions.get(tensor, version) or (is_buffer and changes_buffers):
+            group.cpu_param_dict[tensor].copy_(tensor.data.to(group.offload_device))
 
 
 def _read_versions(group: Any) -> dict[torch.Tensor, int]:
@@ -144,10 +156,10 @@ def _make_registry_class() -> type:
         """A hook registry that is empty in copies of the model, which are not streamed."""
 
         def __deepcopy__(self, memo: dict[int, Any]) -> HookRegistry:
-            return HookRegistry(copy.deepcopy(self._module_ref, memo))
+            return HookRegistry(copy.deepcopy(read_module(self), memo))
 
         def __reduce__(self) -> tuple[Any, ...]:
-            return HookRegistry, (self._module_ref,)
+            return HookRegistry, (read_module(self),)
 
     return StreamingRegistry
 

@@ -7,23 +7,18 @@ the file keeps its content.
 
 from __future__ import annotations
 
-import os
-import tempfile
 import weakref
 from collections.abc import Iterable
-from contextlib import suppress
-from pathlib import Path
 from typing import IO, Any
 
 import torch
 
 from anyaccel.backends.device_type_checks import is_host
+from anyaccel.storage.temporary_file import open_file_to_map
 
 __all__ = ["is_mapped", "map_weights"]
 
-_PREFIX = "anyaccel-weights-"
 _ALIGNMENT_BYTES = 64  # that of torch's own CPU tensors
-_CAN_REMOVE_OPEN_FILES = os.name != "nt"
 
 _MAPPED: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
@@ -61,9 +56,7 @@ def _write_and_map(parameters: list[torch.nn.Parameter]) -> Iterable[torch.Tenso
         # Other strides, such as those of channels-last weights, are kept; a view with gaps is made contiguous.
         is_dense = torch.empty_like(value, device="meta").stride() == value.stride()
         tensors.setdefault(keys[-1], value if is_dense else value.contiguous())
-    if not _CAN_REMOVE_OPEN_FILES:
-        _remove_files_of_ended_processes()
-    with tempfile.NamedTemporaryFile(prefix=_PREFIX, delete=_CAN_REMOVE_OPEN_FILES) as file:
+    with open_file_to_map() as file:
         starts = {key: _write(file, value) for key, value in tensors.items()}
         file.flush()
         storage: Any = torch.UntypedStorage.from_file(file.name, False, file.tell())
@@ -87,10 +80,3 @@ def _make_view(storage: torch.UntypedStorage, start: int, value: torch.Tensor) -
     mapped = torch.empty(0, dtype=value.dtype, device="cpu").set_(part, 0, value.shape, value.stride())
     _MAPPED.add(mapped.untyped_storage())
     return mapped
-
-
-def _remove_files_of_ended_processes() -> None:
-    """Remove files that are no longer mapped, on systems where a mapped file cannot be removed."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # still mapped
-            path.unlink()
