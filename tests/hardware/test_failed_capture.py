@@ -17,8 +17,8 @@ def test_later_graphs_are_captured_and_random_numbers_are_drawn() -> None:
     recorder: Any = anyaccel.open_device("cuda").driver.recorder(0)
     stream, state = torch.cuda.current_stream(), torch.cuda.get_rng_state()
     with pytest.raises(RuntimeError):
-        # A copy from pageable memory cannot be captured.
-        recorder.record(lambda: torch.ones(3).to("cuda"))
+        # Waiting for the device cannot be captured.
+        recorder.record(lambda: torch.ones(3, device="cuda").sum().item())
     assert torch.cuda.current_stream() == stream
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert torch.randn(2, device="cuda").isfinite().all()

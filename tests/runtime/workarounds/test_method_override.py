@@ -190,3 +190,14 @@ def test_schedulers_are_released_without_garbage_collection() -> None:
         gc.enable()
     with pytest.raises(ReferenceError, match="no longer exists"):
         override()
+
+
+def test_a_copied_dict_can_be_restored() -> None:
+    """As in StableDiffusionPanoramaPipeline."""
+    make: Any = diffusers.DDIMScheduler
+    scheduler = make()
+    with override_method(scheduler, "step", lambda *_: "wrapped", in_deep_copies=True):
+        state = copy.deepcopy(scheduler.__dict__)
+        scheduler.__dict__.update(state)
+        assert scheduler.step() == "wrapped"
+    assert "step" not in vars(scheduler)

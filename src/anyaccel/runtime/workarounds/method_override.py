@@ -79,6 +79,10 @@ class MethodOverride:
             run = _bind(wrapper, scheduler, run)
         return run(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> MethodOverride:
+        # Reached only by a copy of the `__dict__` of the scheduler, which StableDiffusionPanoramaPipeline restores later.
+        return self
+
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickle contains the original method and loads without anyaccel.
         if self.instance_method is not None:
