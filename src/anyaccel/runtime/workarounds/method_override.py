@@ -80,7 +80,7 @@ class MethodOverride:
         return run(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MethodOverride:
-        # Reached only by a copy of the `__dict__` of the scheduler, which StableDiffusionPanoramaPipeline restores later.
+        # Reached only by a copy of the scheduler's `__dict__`, which StableDiffusionPanoramaPipeline restores later.
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
