@@ -161,7 +161,7 @@ def _install_recorders(pipe: Any, observations: _Observations) -> list[_Recorder
         set_override(recorder.model, Slot.RECORDING, recorder)
     for component in pipe.components.values():
         if isinstance(component, torch.nn.Module) and hasattr(component, "use_slicing"):
-            sliced = copy.deepcopy(component)
+            sliced: Any = copy.deepcopy(component)
             sliced.enable_slicing()
             for method in ("encode", "decode"):
                 vars(component)[method] = _compare_slicing(component, sliced, method, observations)
@@ -279,14 +279,23 @@ def _count(value: Any) -> int:
     return len(value) if isinstance(value, list) else 1
 
 
+def _list_tensors(value: Any) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    map_tensors(value, collect)
+    return tensors
+
+
 def _find_difference(expected: Any, actual: Any) -> str:
     """Describe how two outputs differ; return an empty string if they differ only by rounding errors."""
-    tensors: tuple[list[Any], list[Any]] = ([], [])
-    for value, found in zip((expected, actual), tensors, strict=True):
-        map_tensors(value, lambda tensor, found=found: found.append(tensor) or tensor)
-    if len(tensors[0]) != len(tensors[1]):
-        return f"{len(tensors[1])} tensors instead of {len(tensors[0])}"
-    for one, other in zip(*tensors, strict=True):
+    one_list, other_list = _list_tensors(expected), _list_tensors(actual)
+    if len(one_list) != len(other_list):
+        return f"{len(other_list)} tensors instead of {len(one_list)}"
+    for one, other in zip(one_list, other_list, strict=True):
         if one.shape != other.shape:
             return f"shape {tuple(other.shape)} instead of {tuple(one.shape)}"
         difference = float((one.float() - other.float()).abs().max()) if one.numel() else 0.0

@@ -173,7 +173,7 @@ def test_rules_that_split_the_batch_are_skipped_if_the_models_cannot_be_split() 
         pipe = place(
             recipe.make(), "hpu", dtype="float32", memory="resident", vae_tiling=False, attention_slicing="max"
         )
-        pipe.unet.set_attn_processor(SharedAttention())
+        pipe.unet.set_attn_processor(SharedAttention())  # type: ignore[no-untyped-call]
         rows = fail_above(pipe.unet, 4)
         with pytest.raises(DoesNotFitError, match="too many rows"):
             pipe(**recipe.call() | {"num_images_per_prompt": 4})

@@ -164,4 +164,4 @@ def light_copy(pipe: Any) -> Any:
 
 
 def _copy_placement(placement: Placement) -> Placement:
-    return replace(placement, lock=threading.RLock(), running=False, progress=None, shared=True)
+    return replace(placement, lock=threading.RLock(), running=False, shared=True)
