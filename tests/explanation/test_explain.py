@@ -112,7 +112,7 @@ def test_attention_slicing_follows_from_the_score_limit() -> None:
     small, large = (anyaccel.explain(SD, "mps:16GiB", height=side, width=side) for side in (512, 768))
     assert small.forecast is not None
     assert large.forecast is not None
-    assert small.forecast.largest_size == large.forecast.largest_size == (2944, 2944), "for any requested size"
+    assert small.forecast.largest_size == large.forecast.largest_size == (2688, 2688), "for any requested size"
     assert "largest batch at this size by memory: 3; the plan runs 1 at a time" in describe_explanation(small, SD)
     rule = large.attention.value
     assert rule.max_scores is not None

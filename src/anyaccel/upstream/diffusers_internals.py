@@ -55,7 +55,11 @@ __all__ = [
 ]
 
 # Calls with which pipelines change their models.
-_MODEL_CHANGE = re.compile(r"\bset_attn_processor\(|_set_pag_attn_processor\(|\bregister_forward_hook\(")
+_MODEL_CHANGE = re.compile(
+    r"\bset_attn_processor\(|_set_pag_attn_processor\(|\bregister_forward_hook\(|\benable_fuser\(|_set_ar_attention\("
+    r"|\bkv_cache\b"
+)
+_BASE_LIBRARIES = ("builtins", "typing", "abc", "huggingface_hub", "anyaccel")
 # Attribute of a module that contains its `HookRegistry` (hooks/hooks.py).
 HOOK_ATTRIBUTE = "_diffusers_hook"
 # Name of the group-offloading hook; its group has `offload_()` (hooks/group_offloading.py).
@@ -120,14 +124,25 @@ def _is_from_diffusers(frame: FrameType) -> bool:
 
 @lru_cache
 def changes_models(pipeline_class: type) -> bool:
-    """Return whether a pipeline replaces attention processors or adds hooks during a call.
+    """Return whether a pipeline may change its models during a call.
 
     Examples are perturbed-attention guidance, self-attention guidance and attend-and-excite. Other calls that
-    use the same models concurrently would then have wrong results.
+    use the same models concurrently would then have wrong results. A class without source may change them.
     """
-    files = {base.__module__ for base in pipeline_class.__mro__ if not base.__module__.endswith(".pipeline_utils")}
-    sources = (inspect.getsource(sys.modules[name]) for name in files if name.startswith("diffusers.pipelines."))
-    return any(_MODEL_CHANGE.search(source) for source in sources)
+    try:
+        return any(_MODEL_CHANGE.search(source) for source in _list_sources(pipeline_class))
+    except OSError:
+        return True
+
+
+def _list_sources(pipeline_class: type) -> Iterator[str]:
+    """Yield the source of the modules of diffusers, and of the classes of users, that a pipeline class consists of."""
+    for base in pipeline_class.__mro__:
+        library = base.__module__.partition(".")[0]
+        if base.__module__.startswith("diffusers.pipelines.") and not base.__module__.endswith(".pipeline_utils"):
+            yield inspect.getsource(sys.modules[base.__module__])
+        elif library != "diffusers" and library not in _BASE_LIBRARIES:
+            yield inspect.getsource(base)
 
 
 def has_custom_processors(model: torch.nn.Module) -> bool:

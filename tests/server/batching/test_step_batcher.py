@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import diffusers
 import numpy
 import pytest
 import torch
@@ -24,6 +25,7 @@ from anyaccel.server.batching.batched_args import join_args, make_call_args, spl
 from anyaccel.server.batching.batched_forward import BatchedForward, _PendingCall
 from anyaccel.server.batching.shared_pipeline import SharedPipeline
 from anyaccel.server.batching.step_batcher import StepBatcher
+from anyaccel.server.batching.turns import Turns
 
 
 def make_call(name: str, seed: int, steps: int) -> dict[str, Any]:
@@ -127,8 +129,11 @@ def test_concurrent_calls_do_not_share_the_state_of_a_vae(name: str) -> None:
     assert max(numpy.abs(image - wanted).max() for image, wanted in zip(images, expected, strict=True)) < 1e-4
 
 
-def test_a_pipeline_that_sets_attention_processors_runs_one_call_at_a_time() -> None:
-    name = "pag-stable-diffusion"
+@pytest.mark.parametrize(
+    "name", ["pag-stable-diffusion", "easy-animate", pytest.param("gligen", marks=pytest.mark.slow)]
+)
+def test_a_pipeline_that_changes_its_models_runs_one_call_at_a_time(name: str) -> None:
+    """PAG sets attention processors, GLIGEN disables layers, and the VAE of EasyAnimate keeps features of frames."""
     stock: Any = recipes()[name].make()
     expected = [pixels(stock(**make_call(name, seed, 2))) for seed in range(3)]
     shared = SharedPipeline(place(recipes()[name].make(), "cpu", dtype="float32"), max_wait_s=0.2)
@@ -137,6 +142,40 @@ def test_a_pipeline_that_sets_attention_processors_runs_one_call_at_a_time() -> 
         images = list(pool.map(lambda seed: pixels(shared.run(make_call(name, seed, 2))), range(3)))
     for image, reference in zip(images, expected, strict=True):
         assert numpy.abs(image - reference).max() < 1e-5
+
+
+def test_a_class_of_the_user_that_sets_attention_processors_runs_one_call_at_a_time() -> None:
+    class Custom(diffusers.StableDiffusionPipeline):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            self.unet.set_attn_processor(self.unet.attn_processors)
+            return super().__call__(*args, **kwargs)
+
+    stock: Any = recipes()["stable-diffusion"].make()
+    assert SharedPipeline(place(Custom(**stock.components), "cpu", dtype="float32")).serial
+
+
+def test_calls_that_run_alone_wait_for_the_others_and_block_later_ones() -> None:
+    turns, order, started = Turns(), list[str](), threading.Barrier(3)
+
+    def run(name: str, alone: bool) -> None:
+        with turns.take(alone=alone):
+            order.append(f"{name} begins")
+            if not alone:
+                started.wait(30)
+            order.append(f"{name} ends")
+
+    with ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(run, name, False) for name in ("a", "b")]
+        while turns._together < 2:
+            time.sleep(0.001)
+        calls.append(pool.submit(run, "alone", True))
+        while not turns._waiting_alone:
+            time.sleep(0.001)
+        assert "alone begins" not in order
+        started.wait(30)
+        for call in calls:
+            call.result(30)
+    assert order[-2:] == ["alone begins", "alone ends"]
 
 
 def test_a_failing_call_does_not_stop_the_others() -> None:

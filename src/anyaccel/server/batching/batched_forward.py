@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from anyaccel.forward_overrides import Slot, run_beneath
+from anyaccel.runtime.speed.module_fingerprint import ModuleFingerprint
 from anyaccel.server.batching.batched_args import CallArgs, join_args, make_call_args, results_match, split_result
 from anyaccel.server.batching.step_batcher import StepBatcher
 
@@ -75,6 +76,9 @@ class BatchedForward:
         self.pending: list[_PendingCall] = []
         # Arguments of the first call of this model in each pipeline call; None if they are not recorded.
         self.recorded_args: list[CallArgs] | None = None
+        # State of the model, which is checked while arguments are recorded.
+        self.fingerprint: ModuleFingerprint | None = None
+        self._changed = False
         # Arguments for the batches that `prepare_batch_sizes` runs.
         self.example_args: CallArgs | None = None
         # Allowed batch sizes in rows, with the measured seconds per batch. Empty if every size is allowed.
@@ -84,6 +88,10 @@ class BatchedForward:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's original, compiled or graph-captured forward method without batching."""
         return run_beneath(self.module, Slot.BATCHING, args, kwargs)
+
+    def has_changed(self) -> bool:
+        """Return whether the model has changed since `fingerprint` was taken, now or when it ran."""
+        return self._changed or (self.fingerprint is not None and not self.fingerprint.holds())
 
     def matches_unbatched(self, calls: list[CallArgs]) -> bool:
         """Return whether two calls produce matching results with and without batching.
@@ -132,6 +140,7 @@ class BatchedForward:
         batcher.release_gil_slot()
         if self.recorded_args is not None:
             self._record_args(args, kwargs)
+            self._changed = self.has_changed()
         call_args = make_call_args(args, kwargs) if self.enabled else None
         if call_args is None:
             return self._run_unbatched(args, kwargs)

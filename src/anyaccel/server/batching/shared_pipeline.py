@@ -6,7 +6,7 @@ import copy
 import functools
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +17,12 @@ from anyaccel.forward_overrides import Slot, get_override, remove_override, set_
 from anyaccel.runtime.introspection import find_components, find_models, plain_class
 from anyaccel.runtime.placement_state import Placement, find_placement, set_placement
 from anyaccel.runtime.speed.graph_capture import GraphCapture
+from anyaccel.runtime.speed.module_fingerprint import ModuleFingerprint
 from anyaccel.runtime.workarounds.nan_check import RecordEvent
 from anyaccel.server.batching.batched_args import CallArgs
 from anyaccel.server.batching.batched_forward import BatchedForward
 from anyaccel.server.batching.step_batcher import StepBatcher
+from anyaccel.server.batching.turns import Turns
 from anyaccel.upstream.diffusers_internals import changes_models
 
 __all__ = ["SharedPipeline"]
@@ -37,7 +39,9 @@ class SharedPipeline:
 
     def __init__(self, pipe: Any, *, max_calls: int = _DEFAULT_MAX_CALLS, max_wait_s: float | None = None) -> None:
         self.pipe = pipe
-        self.serial = threading.Lock() if changes_models(plain_class(pipe)) else None
+        self.serial = changes_models(plain_class(pipe))
+        """Whether calls run one after another."""
+        self._turns = Turns()
         placement = find_placement(pipe)
         exact = placement is not None and placement.opened.driver.has_events
         self.batcher = StepBatcher(max_calls=max_calls, max_wait_s=max_wait_s, mark=_find_mark(placement), exact=exact)
@@ -50,22 +54,29 @@ class SharedPipeline:
         The call runs on `pipe_copy`, a lightweight copy of this pipeline or of another pipeline with the
         same models. By default, a new copy is created.
         """
-        with self.serial or nullcontext(), self.batcher.participating():
+        # diffusers sets the scale of adapters on the models themselves (utils/peft_utils.py, `scale_lora_layers`).
+        scales_adapters = any(name.endswith("attention_kwargs") and value for name, value in call.items())
+        with self._turns.take(alone=self.serial or scales_adapters), self.batcher.participating():
             return (light_copy(self.pipe) if pipe_copy is None else pipe_copy)(**call)
 
     def warm_up(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, bool]:
         """Enable batching for each model if its batched and unbatched results match.
 
         The models are tested with the inputs that they receive in the pipeline calls `first` and `second`.
-        Returns a dict that maps each model's name to whether batching is enabled for it.
+        If a model changes during a call, later calls run one after another. Returns a dict that maps each
+        model's name to whether batching is enabled for it.
         """
         recorded: dict[str, list[CallArgs]] = {name: [] for name in self.forwards}
         with self._recording_args(recorded):
-            for call in (first, second):
-                self.run(call)
+            self.run(first)
+            # After the first call, in which models may compute values that they keep.
+            for forward in self.forwards.values():
+                forward.fingerprint = ModuleFingerprint(forward.module)
+            self.run(second)
+        self.serial |= any(forward.has_changed() for forward in self.forwards.values())
         placement = find_placement(self.pipe)
         # On devices that compute wrong results for batches, the plan limits a call to one image.
-        reliable = self.serial is None and (placement is None or placement.plan.images_per_call.value != 1)
+        reliable = not self.serial and (placement is None or placement.plan.images_per_call.value != 1)
         for name, forward in self.forwards.items():
             forward.enabled = reliable and forward.matches_unbatched(recorded[name])
             forward.example_args = recorded[name][0] if recorded[name] and forward.enabled else None
