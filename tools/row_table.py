@@ -9,7 +9,6 @@ processors that the models had, and the autoencoders that were equal with `enabl
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
 import inspect
 import json
@@ -101,7 +100,8 @@ def _observe_recipe(name: str, observations: _Observations) -> None:
     from anyaccel.recipes import recipes
 
     pipe: Any = recipes()[name].make()
-    recorders = _install_recorders(pipe, observations)
+    # A second pipeline for the VAEs with slicing: weight norm prevents deep copies.
+    recorders = _install_recorders(pipe, recipes()[name].make(), observations)
     for way, call in _make_calls(pipe, recipes()[name].call):
         observations.group = f"{name} {way}"
         for recorder in recorders:
@@ -154,15 +154,15 @@ def _repeat(value: Any, count: int) -> Any:
     return (value if isinstance(value, list) else [value]) * count
 
 
-def _install_recorders(pipe: Any, observations: _Observations) -> list[_Recorder]:
+def _install_recorders(pipe: Any, other: Any, observations: _Observations) -> list[_Recorder]:
     from anyaccel.forward_overrides import Slot, set_override
 
     recorders = [_Recorder(observations, model) for model in _find_models(pipe)]
     for recorder in recorders:
         set_override(recorder.model, Slot.RECORDING, recorder)
-    for component in pipe.components.values():
+    for name, component in pipe.components.items():
         if isinstance(component, torch.nn.Module) and hasattr(component, "use_slicing"):
-            sliced: Any = copy.deepcopy(component)
+            sliced: Any = other.components[name]
             sliced.enable_slicing()
             for method in ("encode", "decode"):
                 vars(component)[method] = _compare_slicing(component, sliced, method, observations)

@@ -78,7 +78,7 @@ def test_memory_rules_of_the_documented_cases(model: str, device: str, size: int
     assert plan.forecast is not None
     assert plan.forecast.fits
     assert str(plan.memory).startswith(rule)
-    largest = {FLUX: {"gaudi1": (3840, 3840), "mps:16GiB": (3072, 3072)}, SD: {"mps:16GiB": (2944, 2944)}}
+    largest = {FLUX: {"gaudi1": (3840, 3840), "mps:16GiB": (3072, 3072)}, SD: {"mps:16GiB": (2688, 2688)}}
     assert plan.forecast.largest_size == largest.get(model, {}).get(device, plan.forecast.largest_size)
     for width in (80, 100, 140):
         lines = describe_explanation(plan, model, width)
