@@ -178,8 +178,8 @@ FAULTS = (
         summary="diffusers' own tests of offloading, training and IP-Adapter failed on virtual devices.",
         tests=(
             "emulator/test_pipelines.py::test_diffusers_device_map_and_offloading",
-            "emulator/test_vendor_modules.py::test_gradients_and_optimizer_step",
-            "emulator/test_vendor_modules.py::test_gradients_through_group_norm",
+            "emulator/test_gradients.py::test_models_of_placed_pipelines",
+            "emulator/test_gradients.py::test_gradients_and_optimizer_step",
         ),
         usages=("group_offloading_by_the_user", "training_step_between_calls", "ema_swapped", "ip_adapter_scale"),
     ),
