@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -190,6 +191,24 @@ def test_saved_module_loads_without_anyaccel(tmp_path: Path) -> None:
     )
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
     assert process.stdout.strip() == "(1, 2)", process.stderr
+
+
+def test_overrides_do_not_run_in_a_frame_that_dynamo_skips(
+    model: Model,
+    sample: torch.Tensor,
+    plain: torch.Tensor,
+    override: AddOne,
+    fresh_dynamo: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Dynamo skips frames that it cannot trace, and compiles the functions that they call. It must not trace overrides.
+    original = ForwardOverrides.__call__
+    skipped = FunctionType(original.__code__.replace(), original.__globals__)
+    disable: Any = torch.compiler.disable
+    monkeypatch.setattr(ForwardOverrides, "__call__", disable(skipped, recursive=False))
+    model.compile(backend="eager")
+    torch.testing.assert_close(model(sample), plain)
+    assert override.calls == 0
 
 
 def test_full_graph_compile_by_the_user(

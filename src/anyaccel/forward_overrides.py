@@ -32,6 +32,7 @@ from typing import Any, TypeAlias
 import torch
 
 from anyaccel.copied_state import STATE_KEY, replace_state_entries
+from anyaccel.upstream.torch_compile_internals import find_dynamo_callback
 from anyaccel.upstream.torch_internals import is_transformed
 
 __all__ = [
@@ -134,10 +135,10 @@ class ForwardOverrides:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's overrides around its original forward.
 
-        While torch.compile or torch.export traces the module, only the original forward runs.
+        In a module that was compiled with torch.compile or exported, only the original forward runs.
         """
         # Overrides have side effects that torch.compile, torch.export and vmap must not trace.
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or find_dynamo_callback():
             return self._run_original(*args, **kwargs)
         top = self._chain.top
         if top is None or top() is not self or is_transformed():

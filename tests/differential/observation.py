@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -15,6 +16,9 @@ from anyaccel.processes.forked_call import call_in_fork
 from tests.differential.session import Session, Usage, Variant, as_array
 
 __all__ = ["Comparison", "Observation", "compare", "observe", "observe_here"]
+
+
+_TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,10 @@ def observe_here(usage: Usage, variant: Variant, *, placed: bool) -> Observation
     # Dynamo warns about each function at which it starts a graph, and graphs start at other functions with a mode.
     # torch warns about dtypes of autocast that a device type does not have.
     # anyaccel warns about arguments that a pipeline ignores.
-    texts = {f"{entry.category.__name__}: {entry.message}" for entry in caught}
-    ignored = ("Dynamo detected", " autocast, but", " and has no effect")
+    # Inductor recommends TF32. Deprecated functions that torch itself calls are reported only to developers of torch.
+    entries = [entry for entry in caught if entry.category is not DeprecationWarning or _TORCH not in entry.filename]
+    texts = {f"{entry.category.__name__}: {entry.message}" for entry in entries}
+    ignored = ("Dynamo detected", " autocast, but", " and has no effect", "TensorFloat32 tensor cores")
     texts = {text for text in texts if not any(part in text for part in ignored)}
     return Observation(
         {key: _freeze(value) for key, value in named.items()},

@@ -13,7 +13,29 @@ from anyaccel.recipes import recipes
 from anyaccel.recipes.recipe import _as_array, _move_tensors
 from tests.differential.serving import ServedPipeline, make_companion
 
-__all__ = ["USAGES", "VARIANTS", "Session", "Usage", "Variant", "as_array", "twice", "usage"]
+__all__ = [
+    "CPU_NOISE",
+    "CUDA_VARIANTS",
+    "USAGES",
+    "VARIANTS",
+    "Session",
+    "Usage",
+    "Variant",
+    "as_array",
+    "twice",
+    "usage",
+]
+    "CPU_NOISE",
+    "CUDA_VARIANTS",
+    "USAGES",
+    "VARIANTS",
+    "Session",
+    "Usage",
+    "Variant",
+    "as_array",
+    "twice",
+    "usage",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +86,14 @@ VARIANTS = {
         ),
     )
 }  # fmt: skip
+
+
+CUDA_VARIANTS = tuple(name for name, variant in VARIANTS.items() if variant.device == "cuda")
+CPU_NOISE = dict.fromkeys(
+    CUDA_VARIANTS,
+    "without a generator, diffusers draws on the device, and anyaccel on the CPU with the same result on all devices",
+)
+"""Reason for skipping a usage that draws from the global generator."""
 
 
 READY: dict[str, list[Any]] = {}

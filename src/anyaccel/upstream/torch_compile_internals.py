@@ -18,6 +18,7 @@ __all__ = [
     "draw_like_eager",
     "find_compiled_call",
     "find_compiler",
+    "find_dynamo_callback",
     "find_inductor_cache",
     "is_compiled",
     "is_compiler_error",
@@ -38,6 +39,10 @@ __all__ = [
     "unwrap_compiled",
 ]
 
+# Returns what compiles the functions that this thread calls, or None or False (_dynamo/eval_frame.py). Unlike
+# `torch.compiler.is_compiling()`, also in a function that Dynamo cannot trace and runs as it is. A Python function that
+# calls this one would be compiled.
+find_dynamo_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 # Logger for graph breaks, which Dynamo reports nowhere else (_dynamo/symbolic_convert.py).
 GRAPH_BREAK_LOGGER = "torch._dynamo.symbolic_convert.__graph_breaks"
 # Logger for artifacts that `torch.compiler.load_cache_artifacts` cannot read (compiler/_cache.py).

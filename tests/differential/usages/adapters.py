@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 
-from tests.differential.session import Session, twice, usage
+from tests.differential.session import CPU_NOISE, Session, twice, usage
 
 GROUP = "adapters"
 
@@ -108,7 +108,7 @@ def textual_inversion(session: Session) -> Any:
     """`load_textual_inversion` with a tensor."""
     pipe = session.make()
     width = pipe.text_encoder.config.hidden_size
-    with torch.random.fork_rng(devices=[]):  # new embeddings are drawn on the device, then overwritten
+    with torch.random.fork_rng():  # new embeddings are drawn on the device, then overwritten
         pipe.load_textual_inversion({"<cat>": torch.full((width,), 0.1)}, token="<cat>")
     return session.run(pipe, prompt="a <cat>")
 
@@ -251,7 +251,7 @@ def lora_trained(session: Session) -> Any:
     return {"before": first, "loss": float(loss), "trained": len(weights), "after": session.run(pipe)}
 
 
-@usage(GROUP)
+@usage(GROUP, skip=CPU_NOISE)
 def textual_inversion_before_a_call_without_generator(session: Session) -> Any:
     """`load_textual_inversion` and `fuse_qkv_projections`, which draw random numbers, and calls without a generator."""
     pipe = session.make()

@@ -10,7 +10,7 @@ import numpy
 import torch
 from diffusers.utils.outputs import BaseOutput
 
-from tests.differential.session import Session, as_array, usage
+from tests.differential.session import CPU_NOISE, Session, as_array, usage
 
 CALL = "ways to call"
 BATCH = "generators and batches"
@@ -39,11 +39,6 @@ def generators(*seeds: int) -> Any:
     """Return a factory for a list of CPU generators."""
     return lambda: [torch.Generator().manual_seed(seed) for seed in seeds]
 
-
-CPU_NOISE = dict.fromkeys(
-    ("cuda", "cuda-compiled", "cuda-captured"),
-    "without a generator, diffusers draws on the device, and anyaccel on the CPU with the same result on all devices",
-)
 
 simple("default_call", "A call with keyword arguments.")
 simple("more_steps", "Five steps.", num_inference_steps=5)

@@ -59,7 +59,7 @@ def freeu(session: Session) -> Any:
 def qkv_projections_fused(session: Session) -> Any:
     """`fuse_qkv_projections` and `unfuse_qkv_projections`."""
     pipe = session.make()
-    with torch.random.fork_rng(devices=[]):  # new layers draw their weights on the device, then copy
+    with torch.random.fork_rng():  # new layers draw their weights on the device, then copy
         pipe.fuse_qkv_projections()
     fused = session.run(pipe)
     pipe.unfuse_qkv_projections()

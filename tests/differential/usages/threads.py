@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 
-from tests.differential.session import Session, usage
+from tests.differential.session import CUDA_VARIANTS, Session, usage
 
 GROUP = "threads and processes"
 
@@ -67,9 +67,7 @@ def same_pipeline_in_two_threads(session: Session) -> Any:
     return dict(sorted(results.items()))
 
 
-NO_FORK = dict.fromkeys(
-    ("mps", "neuron", "cuda", "cuda-compiled", "cuda-captured"), "a process that uses the device cannot be forked"
-)
+NO_FORK = dict.fromkeys(("mps", "neuron", *CUDA_VARIANTS), "a process that uses the device cannot be forked")
 
 
 @usage(GROUP, skip=NO_FORK)
