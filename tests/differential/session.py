@@ -25,17 +25,6 @@ __all__ = [
     "twice",
     "usage",
 ]
-    "CPU_NOISE",
-    "CUDA_VARIANTS",
-    "USAGES",
-    "VARIANTS",
-    "Session",
-    "Usage",
-    "Variant",
-    "as_array",
-    "twice",
-    "usage",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
