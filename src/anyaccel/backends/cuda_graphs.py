@@ -15,11 +15,12 @@ __all__ = ["make_recorder"]
 _FAILED_GRAPHS: list[Any] = []
 
 
-def make_recorder(index: int, pool: Any) -> Recorder:
-    """Return a recorder that captures CUDA graphs on one device, using one shared memory pool."""
-    import torch
+def make_recorder(index: int, pools: list[Any]) -> Recorder:
+    """Return a recorder that captures CUDA graphs on one device, using the last of the device's memory pools.
 
-    pools = [pool]
+    A capture that fails adds a pool, for all recorders of the device: its own can no longer be used.
+    """
+    import torch
 
     def record(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
@@ -27,12 +28,12 @@ def make_recorder(index: int, pool: Any) -> Recorder:
         # The stream, because `torch.cuda.graph` does not switch back to it if the capture fails.
         stream = torch.cuda.stream(torch.cuda.current_stream(index))
         try:
-            with torch.cuda.device(index), stream, torch.cuda.graph(graph, pool=pools[-1], capture_error_mode=mode):
+            with torch.cuda.device(index), stream, torch.cuda.graph(graph, pool=pools[-1].id, capture_error_mode=mode):
                 result = function()
         except BaseException:
             _FAILED_GRAPHS.append(graph)
-            _end_failed_capture(index, pools[-1])
-            pools.append(torch.cuda.graph_pool_handle())
+            _end_failed_capture(index, pools[-1].id)
+            pools.append(torch.cuda.MemPool())
             raise
         return result, graph.replay
 

@@ -163,10 +163,12 @@ def look_ahead(kind: str) -> Any:
         def callback(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
             if step == 0:
                 latents, scheduler = values["latents"], copy.copy(pipe.scheduler)
-                ahead.append(scheduler.step(latents * 0.1, scheduler.timesteps[1], latents)[0].cpu())
+                ahead.append(scheduler.step(latents * 0.1, scheduler.timesteps[1], latents, **noise)[0].cpu())
             return {}
 
         ahead: list[Any] = []
+        # Without a generator, diffusers would draw on the device.
+        noise = {"generator": torch.Generator().manual_seed(3)} if kind == "LCMScheduler" else {}
         pipe = session.make()
         pipe.scheduler = getattr(diffusers, kind).from_config(pipe.scheduler.config)
         result = session.run(pipe, num_inference_steps=4, callback_on_step_end=callback)

@@ -431,7 +431,7 @@ class CudaDriver(Driver):
 
     def __init__(self, sheet: Sheet) -> None:
         super().__init__(sheet)
-        self._pools: dict[int, Any] = {}
+        self._pools: dict[int, list[Any]] = {}
 
     def record_event(self, index: int) -> Callable[[], None]:
         event = self.module().current_stream(index).record_event()
@@ -442,9 +442,8 @@ class CudaDriver(Driver):
 
         # Graphs replay one after another, so they can share one pool. It must outlive all of them.
         if index not in self._pools:
-            self._pools[index] = torch.cuda.MemPool()
-
-        return make_recorder(index, self._pools[index].id)
+            self._pools[index] = [torch.cuda.MemPool()]
+        return make_recorder(index, self._pools[index])
 
 
 BACKEND = Backend(sheet=CUDA, variants=(ROCM,), driver=CudaDriver)
