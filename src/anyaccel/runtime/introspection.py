@@ -14,7 +14,7 @@ from anyaccel.upstream.diffusers_internals import read_parallel_plan, read_repea
 from anyaccel.upstream.torch_compile_internals import unwrap_compiled
 from anyaccel.upstream.transformers_internals import is_transformers_model
 
-__all__ = ["find_components", "find_denoisers", "find_models", "plain_class", "read_facts"]
+__all__ = ["find_components", "find_denoisers", "find_models", "plain_class", "read_dtype", "read_facts"]
 
 # Names of timestep arguments: a model that has one runs at every denoising step.
 _TIMESTEP_ARGUMENTS = {"timestep", "timesteps", "timestep_ratio", "t", "r"}
@@ -59,16 +59,20 @@ def read_facts(pipe: Any) -> PipelineFacts:
     return PipelineFacts(pipeline=type(pipe).__name__, components=tuple(models))
 
 
+def read_dtype(model: torch.nn.Module) -> str:
+    """Return the dtype of a model's first floating-point weight; `float32` if it has none."""
+    floating = next((weight for weight in model.parameters() if weight.is_floating_point()), None)
+    return "float32" if floating is None else str(floating.dtype).removeprefix("torch.")
+
+
 def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> ComponentFacts:
     plain = unwrap_compiled(module)
     parameters, layers = list(plain.parameters()), list(plain.modules())
-    floating = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
-    dtype = "float32" if floating is None else str(floating.dtype).removeprefix("torch.")
     forward_arguments = set(inspect.signature(plain.forward).parameters)
     return ComponentFacts(
         name=name,
         kind=type(plain).__name__,
-        dtype=loaded or dtype,
+        dtype=loaded or read_dtype(plain),
         parameters=sum(parameter.numel() for parameter in parameters),
         denoises=bool(forward_arguments & _TIMESTEP_ARGUMENTS) or name.startswith(_DENOISERS),
         blocks=_count_blocks(plain, layers),

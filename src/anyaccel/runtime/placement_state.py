@@ -73,6 +73,10 @@ class Placement:
     """Names of the models that run at every step."""
     placed: dict[str, weakref.ref[torch.nn.Module]] = field(default_factory=dict)
     """The placed models by name. A model that the user replaces is placed before the next call."""
+    placed_dtypes: dict[str, str] = field(default_factory=dict)
+    """The dtypes of the placed models by name, to find those that the user has cast since."""
+    own_dtypes: dict[str, str] = field(default_factory=dict)
+    """Dtypes of the models that the user has replaced since the pipeline was placed."""
     vae_in_parts: bool = False
     """Whether slicing and tiling of the VAE are enabled."""
     tiling_was_reported: bool = False
@@ -112,10 +116,12 @@ class Placement:
     def component_dtypes(self) -> dict[str, str]:
         """The dtypes, by model name, of models that do not use the plan's dtype.
 
-        These are planned exceptions, and models that run in float32 because they returned NaN or Inf.
+        These are planned exceptions, models that the user has replaced, and models that run in float32 because they
+        returned NaN or Inf.
         """
         recovered = self.report.float32_models.value if self.report.float32_models else ()
-        return {**dict(self.plan.component_dtypes.value), **dict.fromkeys(recovered, "float32")}
+        planned = dict(self.plan.component_dtypes.value)
+        return {**planned, **self.own_dtypes, **dict.fromkeys(recovered, "float32")}
 
 
 @dataclass(frozen=True)

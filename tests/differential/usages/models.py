@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import diffusers
@@ -130,3 +131,22 @@ def tiny_vae(session: Session) -> Any:
         ).eval()  # fmt: skip
     pipe.vae = vae.to(pipe.device)
     return {"before": first, "after": session.run(pipe)}
+
+
+@usage(GROUP)
+def model_assigned_in_another_dtype(session: Session) -> Any:
+    """`pipe.vae = vae`, with a VAE in bfloat16 and the other models in float32."""
+    pipe = session.make("wan")
+    first = session.run(pipe, "wan")
+    pipe.vae = copy.deepcopy(pipe.vae).to(torch.bfloat16)
+    return {"first": first, "second": session.run(pipe, "wan"), "dtype": str(pipe.vae.dtype)}
+
+
+@usage(GROUP)
+def model_cast_before_the_pipeline_is_moved(session: Session) -> Any:
+    """`pipe.vae.to(torch.bfloat16)`, then `pipe.to(device)` without a dtype."""
+    pipe = session.make("wan")
+    first = session.run(pipe, "wan")
+    pipe.vae.to(torch.bfloat16)
+    pipe.to(pipe.device)
+    return {"first": first, "second": session.run(pipe, "wan"), "dtype": str(pipe.vae.dtype)}

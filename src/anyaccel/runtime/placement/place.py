@@ -34,7 +34,7 @@ from anyaccel.runtime.distributed.parallel import (
     read_ranks,
     split_models,
 )
-from anyaccel.runtime.introspection import find_components, find_models, read_facts
+from anyaccel.runtime.introspection import find_components, find_models, read_dtype, read_facts
 from anyaccel.runtime.placement.group_offload import is_streamed
 from anyaccel.runtime.placement.memory_plan import list_pipeline_residences, plan_weights
 from anyaccel.runtime.placement.offload import move_to_cpu
@@ -153,6 +153,8 @@ def place_pipeline(
         check_residence(options.memory, unified_memory=opened.sheet.unified_memory)
     loaded = {component.name: component.dtype for component in read_facts(pipe).components}
     plan = plan_pipeline(pipe, opened, options, dtype)
+    if before is not None and "dtype" not in dtypes:
+        plan = _keep_user_dtypes(pipe, plan, before, opened.sheet)
     # Checked before `_undo`, so a rejected placement leaves the earlier one in use.
     check_splits(pipe, plan.parallel.value)
     target = opened.tensor_device
@@ -186,6 +188,30 @@ def place_pipeline(
     single_rank = plan.parallel.value is None
     if single_rank and any(mode.name == plan.mode.value and mode.captures for mode in opened.sheet.modes):
         _capture(pipe, opened)
+
+
+def _keep_user_dtypes(pipe: Any, plan: Plan, before: Placement, sheet: Sheet) -> Plan:
+    """Return a plan that keeps the dtypes of models that the user has cast or replaced since the earlier placement."""
+    own = dict(before.own_dtypes)
+    recovered = before.report.float32_models.value if before.report.float32_models else ()
+    for name, model in find_models(pipe).items():
+        dtype = read_dtype(model)
+        if not _is_placed(name, model, before):
+            own[name] = _choose_new_dtype(dtype, before)
+        elif name not in recovered and before.placed_dtypes.get(name) not in (None, dtype):
+            own[name] = dtype
+    planned = dict(plan.component_dtypes.value)
+    own = {name: sheet.adjusted_dtype(dtype) for name, dtype in own.items() if name not in planned}
+    if not own:
+        return plan
+    changed = {name: dtype for name, dtype in own.items() if dtype != plan.dtype.value}
+    reason = f"{', '.join(own)} changed after the pipeline was placed"
+    return replace(plan, component_dtypes=Decision((*planned.items(), *changed.items()), reason))
+
+
+def _is_placed(name: str, model: torch.nn.Module, placement: Placement) -> bool:
+    reference = placement.placed.get(name)
+    return reference is not None and reference() is model
 
 
 def _undo(pipe: Any, before: Placement | None) -> None:
@@ -329,6 +355,7 @@ def attach_placement(
     drop_stale_casts(components)
     models = find_models(pipe)
     placement.placed = {name: weakref.ref(model) for name, model in models.items()}
+    placement.placed_dtypes = {name: read_dtype(model) for name, model in models.items()}
     placement.denoisers = read_facts(pipe).denoisers
     set_placement(pipe, placement)
     if not inherited:
@@ -350,7 +377,6 @@ def place_new_models(pipe: Any, placement: Placement) -> None:
     if placement.residence != "resident":
         placement.residence = None  # the next rule then moves all models, including the new ones
     quantized = {component.name for component in facts.components if component.quantized}
-    keep_dtype = quantized | set(placement.component_dtypes)
     target = placement.device if placement.residence == "resident" else torch.device("cpu")
     with (
         torch.no_grad(),
@@ -358,8 +384,22 @@ def place_new_models(pipe: Any, placement: Placement) -> None:
         drop_log_records(*FLOAT32_ADVICE),
     ):
         for name, model in new.items():
-            model.to(target) if name in keep_dtype else model.to(target, getattr(torch, placement.plan.dtype.value))
+            own = read_dtype(model)
+            dtype = own if name in quantized else _choose_new_dtype(own, placement)
+            # Some modules of a model that keeps its dtype may have another one.
+            model.to(target) if dtype == own else model.to(target, getattr(torch, dtype))
+            placement.own_dtypes[name] = placement.placed_dtypes[name] = dtype
     record_placed_models(new.values(), placement)
+
+
+def _choose_new_dtype(loaded: str, placement: Placement) -> str:
+    """Return the dtype for a model that the user assigned: its own, as in diffusers, if the device supports it.
+
+    If anyaccel chose the dtype of a pipeline that was loaded in float32, a model in float32 is cast like the others.
+    """
+    chosen = placement.plan.dtype.value
+    is_automatic = placement.options.dtype is None and chosen not in placement.loaded.values()
+    return chosen if is_automatic and loaded == "float32" else placement.opened.sheet.adjusted_dtype(loaded)
 
 
 def _apply_process_settings(plan: Plan, opened: OpenDevice) -> None:
