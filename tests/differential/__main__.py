@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.provenance import read_commit
 from tests.differential import page
-from tests.differential.execution import MARK, can_fork, import_libraries, run_usages
+from tests.differential.execution import MARK, can_fork, import_libraries, prepare_forks, run_usages
 from tests.differential.results import STATUSES, Result, run_usage
 from tests.differential.session import USAGES, VARIANTS
 
@@ -63,6 +63,8 @@ def main() -> int:
     print(
         f"{total} to run, {len(done)} known, {'spawned' if spawn else 'forked'} processes", file=sys.stderr, flush=True
     )
+    if not spawn and all(VARIANTS[name].stock_device == "cpu" for name in options.variant):
+        prepare_forks()
     lines.parent.mkdir(parents=True, exist_ok=True)
     with lines.open("a") as file:
         for index, result in enumerate(run_usages(todo, options.processes, spawn=spawn), 1):

@@ -85,7 +85,10 @@ def read_call_request(
     kwargs, signature = dict(kwargs), inspect.signature(call)
     # Some pipelines have a `seed` argument of their own.
     seed = None if "seed" in signature.parameters else kwargs.pop("seed", None)
-    bound = signature.bind(pipe, *args, **kwargs)
+    try:
+        bound = signature.bind(pipe, *args, **kwargs)
+    except TypeError as error:  # Python's own message starts with the name of the function
+        raise TypeError(f"{getattr(call, '__qualname__', '__call__')}() {error}") from None
     arguments: dict[str, Any] = {}
     accepts: set[str] = set()
     positional: tuple[str, ...] = ()
