@@ -3,6 +3,7 @@
     python -m benchmarks.models cuda --cases sana sd35              some cases; all by default
     python -m benchmarks.models cuda --cases "ltx2:anyaccel,anyaccel offloaded"
     python -m benchmarks.models cuda --list                         the cases and the batches they run in
+    python -m benchmarks.models cuda --table                        print the table of docs/speed.md
 
 Writes benchmarks/results/models_DEVICE.json after every batch, and keeps what the file has of other cases and variants.
 The variants run in batches that fit into the device's memory: those of one batch warm up concurrently and are measured
@@ -172,6 +173,28 @@ def write_report(path: Path, report: dict[str, Any], rows: dict[str, dict[str, A
     path.write_text(json.dumps({**report, "rows": ordered}, indent=1, ensure_ascii=False) + "\n")
 
 
+def make_table(rows: list[dict[str, Any]]) -> str:
+    """Return a Markdown table with one line per case."""
+    lines = [
+        "| model | stock diffusers | with `torch.compile` | anyaccel | speedup over `torch.compile` | PSNR | `fast` | "
+        "offloaded | memory error |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        variants = row["variants"]
+        ours, psnr = variants.get(OURS, {}), variants.get(OURS, {}).get(f"psnr_db against {COMPILED}")
+        seconds = {name: variants.get(name, {}).get("median_s") for name in VARIANTS}
+        times = {name: f"{value:.3f} s" if value else "–" for name, value in seconds.items()}
+        ratio = f"{ours['against stock compiled']:.2f}×" if "against stock compiled" in ours else "–"
+        errors = [variants.get(name, {}).get("forecast_error_percent", {}).get("peak") for name in (OURS, OFFLOADED)]
+        error = " / ".join(f"{value:+.0f}%".replace("-", "−") if value is not None else "–" for value in errors)
+        lines.append(
+            f"| {row['title']} | {times[EAGER]} | {times[COMPILED]} | {times[OURS]} | {ratio} | "
+            f"{f'{psnr:.0f} dB' if psnr else '–'} | {times[FAST]} | {times[OFFLOADED]} | {error} |"
+        )
+    return "\n".join(lines)
+
+
 def print_row(row: dict[str, Any]) -> None:
     """Print one line per variant of a row."""
     print(row["title"])
@@ -193,6 +216,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--memory-gib", type=int, default=132)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 8)
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--table", action="store_true", help="print the results as a Markdown table")
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args()
@@ -201,6 +225,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Run the cases and write the file."""
     options = parse_arguments()
+    if options.table:
+        print(make_table(json.loads((options.out / f"models_{options.device}.json").read_text())["rows"]))
+        return
     batches = make_batches(list(list_parts(options.cases, options.memory_gib)), options.memory_gib, options.processes)
     for number, batch in enumerate(batches, start=1):
         listed = "; ".join(f"{part.name}: {', '.join(part.variants)}" for part in batch)
