@@ -184,13 +184,13 @@ def make_table(rows: list[dict[str, Any]]) -> str:
         variants = row["variants"]
         ours, psnr = variants.get(OURS, {}), variants.get(OURS, {}).get(f"psnr_db against {COMPILED}")
         seconds = {name: variants.get(name, {}).get("median_s") for name in VARIANTS}
-        times = {name: f"{value:.3f} s" if value else "–" for name, value in seconds.items()}
-        ratio = f"{ours['against stock compiled']:.2f}×" if "against stock compiled" in ours else "–"
+        times = {name: f"{value:.3f} s" if value else "-" for name, value in seconds.items()}
+        ratio = f"{ours['against stock compiled']:.2f}\u00d7" if "against stock compiled" in ours else "-"
         errors = [variants.get(name, {}).get("forecast_error_percent", {}).get("peak") for name in (OURS, OFFLOADED)]
-        error = " / ".join(f"{value:+.0f}%".replace("-", "−") if value is not None else "–" for value in errors)
+        error = " / ".join(f"{value:+.0f}%" if value is not None else "-" for value in errors)
         lines.append(
             f"| {row['title']} | {times[EAGER]} | {times[COMPILED]} | {times[OURS]} | {ratio} | "
-            f"{f'{psnr:.0f} dB' if psnr else '–'} | {times[FAST]} | {times[OFFLOADED]} | {error} |"
+            f"{f'{psnr:.0f} dB' if psnr else '-'} | {times[FAST]} | {times[OFFLOADED]} | {error} |"
         )
     return "\n".join(lines)
 
