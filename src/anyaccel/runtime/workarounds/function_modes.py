@@ -38,6 +38,7 @@ from anyaccel.upstream.torch_internals import (
     push_function_mode,
     read_function_modes,
 )
+from anyaccel.upstream.torch_random import RANDOM_FUNCTIONS
 
 __all__ = [
     "ModelFunctionMode",
@@ -75,7 +76,7 @@ _ATTRIBUTE_ACCESS = ("__get__", "__set__")
 _MAX_SCHEDULE_STEPS = 4096
 _MOVE_FUNCTIONS = (torch.Tensor.to, torch.Tensor.type_as)
 # Functions with handlers that move arguments themselves.
-_HANDLES_DEVICES = {*_MOVE_FUNCTIONS, torch.Tensor.cpu, torch.Tensor.__getitem__}
+_HANDLES_DEVICES = {*_MOVE_FUNCTIONS, torch.Tensor.cpu, torch.Tensor.__getitem__, *RANDOM_FUNCTIONS}
 
 
 # Python functions of torch, by owner and name, as they were when this module was imported.
