@@ -139,7 +139,8 @@ def _draw_on_device(handler: Handler) -> Handler:
     """Return a handler that applies `handler` only to random functions on the device, not on the CPU."""
 
     def draw(func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-        device = kwargs.get("device") or next((value.device for value in args if isinstance(value, Tensor)), None)
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        device = kwargs.get("device") or next((tensor.device for tensor in tensors), None)
         on_cpu = is_host(torch.device(device or torch.get_default_device()))
         return func(*args, **kwargs) if on_cpu else handler(func, args, kwargs)
 

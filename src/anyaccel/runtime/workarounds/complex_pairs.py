@@ -20,6 +20,7 @@ from anyaccel.runtime.workarounds.dtypes import (
     normalize_new_tensor,
     parse_to_arguments,
 )
+from anyaccel.runtime.workarounds.out_argument import supporting_out
 from anyaccel.upstream.torch_autograd_internals import record_below_wrapper, resume_autograd
 from anyaccel.upstream.torch_internals import (
     can_decompose,
@@ -294,10 +295,10 @@ def make_handlers(device: torch.device, inner: dict[Any, Any]) -> dict[Any, Any]
 
     handlers = dict(inner)
     handlers |= {pad_sequence: factory.pad}
-    handlers |= dict.fromkeys((torch.view_as_complex, torch.complex, torch.polar), factory.join)
+    handlers |= dict.fromkeys((torch.view_as_complex, torch.complex, torch.polar), supporting_out(factory.join))
     handlers |= dict.fromkeys((*_FACTORIES, *_LIKE_FACTORIES), factory.create)
     handlers |= dict.fromkeys(DATA_CONSTRUCTORS, factory.build)
-    handlers |= dict.fromkeys(_FFT_FUNCTIONS, factory.transform)
+    handlers |= dict.fromkeys(_FFT_FUNCTIONS, supporting_out(factory.transform))
     return handlers | {Tensor.to: factory.move}
 
 

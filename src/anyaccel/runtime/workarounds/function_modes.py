@@ -27,6 +27,7 @@ from anyaccel.runtime.workarounds import (
     uninitialized_memory,
 )
 from anyaccel.runtime.workarounds.host_transfer import HostTransfer
+from anyaccel.runtime.workarounds.out_argument import supporting_out
 from anyaccel.runtime.workarounds.scheduler_tensors_on_cpu import CpuTensors
 from anyaccel.runtime.workarounds.side_stream_copy import SideStreamCopy
 from anyaccel.upstream.torch_internals import (
@@ -37,6 +38,7 @@ from anyaccel.upstream.torch_internals import (
     push_function_mode,
     read_function_modes,
 )
+from anyaccel.upstream.torch_random import RANDOM_FUNCTIONS
 
 __all__ = [
     "ModelFunctionMode",
@@ -62,7 +64,6 @@ _MIXED_DEVICE_FUNCTIONS = {
     torch.Tensor.numpy,
     torch.Tensor.item,
     torch.Tensor.tolist,
-    torch.Tensor.__setitem__,
     torch.Tensor.detach,
     torch.Tensor.size,
     torch.Tensor.dim,
@@ -75,7 +76,7 @@ _ATTRIBUTE_ACCESS = ("__get__", "__set__")
 _MAX_SCHEDULE_STEPS = 4096
 _MOVE_FUNCTIONS = (torch.Tensor.to, torch.Tensor.type_as)
 # Functions with handlers that move arguments themselves.
-_HANDLES_DEVICES = {*_MOVE_FUNCTIONS, torch.Tensor.cpu, torch.Tensor.__getitem__}
+_HANDLES_DEVICES = {*_MOVE_FUNCTIONS, torch.Tensor.cpu, torch.Tensor.__getitem__, *RANDOM_FUNCTIONS}
 
 
 # Python functions of torch, by owner and name, as they were when this module was imported.
@@ -117,7 +118,7 @@ class PipelineFunctionMode(TorchFunctionMode):
         handler = self.handlers.get(func)
         if handler is not None:
             if func not in _HANDLES_DEVICES:
-                args, kwargs = self.host_transfer.align_arguments(args, kwargs)
+                args, kwargs = self.host_transfer.align_arguments(func, args, kwargs)
             return handler(func, args, kwargs)
         if func in _MIXED_DEVICE_FUNCTIONS or getattr(func, "__name__", "") in _ATTRIBUTE_ACCESS:
             return func(*args, **kwargs)
@@ -167,11 +168,11 @@ def _make_handlers(
     handlers: dict[Any, Handler] = {}
     # The order matters: dtypes and complex_pairs wrap the handlers that were added before them.
     if "dynamic_shapes" in workarounds:
-        handlers |= dynamic_shapes.make_handlers(device)
+        handlers |= {func: supporting_out(run) for func, run in dynamic_shapes.make_handlers(device).items()}
     if "zero_empty" in workarounds:
         handlers |= uninitialized_memory.make_zero_empty_handlers(device)
     if "ignore_beta_zero" in workarounds:
-        handlers |= uninitialized_memory.make_beta_zero_handlers()
+        handlers |= {func: supporting_out(run) for func, run in uninitialized_memory.make_beta_zero_handlers().items()}
     if "dtypes" in workarounds:
         handlers = dtypes.make_handlers(device, replacements, handlers)
     if "complex_pairs" in workarounds:

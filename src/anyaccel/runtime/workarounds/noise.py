@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from anyaccel.backends.device_type_checks import is_host, is_on
+from anyaccel.runtime.workarounds.dtypes import replace_dtype
 from anyaccel.runtime.workarounds.host_transfer import CopyFunction
+from anyaccel.runtime.workarounds.out_argument import write_out
 from anyaccel.upstream.torch_random import BY_SHAPE, FROM_VALUES, IN_PLACE, INITIALIZERS, INTEGERS, LIKE
 
 __all__ = [
@@ -37,6 +39,9 @@ Tensor = torch.Tensor
 # Draws a tensor of a shape from a generator.
 Draw = Callable[[tuple[int, ...], torch.Generator | None], Tensor]
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
+_INDEX_FUNCTIONS = (torch.multinomial, Tensor.multinomial)
+# Arguments that do not change the values drawn on the CPU in a given dtype.
+_PLACEMENT_OPTIONS = ("generator", "device", "dtype", "out", "requires_grad", "pin_memory")
 
 
 class NotPerImageError(Exception):
@@ -118,12 +123,11 @@ def make_handlers(
 ) -> dict[Any, Any]:
     """Return handlers that run torch's random functions on the CPU; `copy` moves results to the device."""
     drawing = _CpuDrawing(device, replacements, copy)
-    handlers: dict[Any, Any] = dict.fromkeys(BY_SHAPE, drawing.by_shape)
+    handlers: dict[Any, Any] = dict.fromkeys((*BY_SHAPE, *INTEGERS), drawing.create)
     handlers |= dict.fromkeys(LIKE, drawing.like)
     handlers |= dict.fromkeys(IN_PLACE, drawing.in_place)
     handlers |= dict.fromkeys(INITIALIZERS, drawing.initialize)
     handlers |= dict.fromkeys(FROM_VALUES, drawing.from_values)
-    handlers |= dict.fromkeys(INTEGERS, drawing.integers)
     return handlers
 
 
@@ -139,66 +143,63 @@ class _CpuDrawing:
         return target if on_target else torch.device("cpu")
 
     def _finish(self, drawn: Tensor, dtype: torch.dtype, target: torch.device, kwargs: dict[str, Any]) -> Tensor:
-        dtype = self.replacements.get(dtype, dtype) if target.type == self.device.type else dtype
+        if kwargs.get("out") is not None:
+            return write_out(drawn, kwargs["out"])
         result = drawn.to(dtype)
+        if target.type == self.device.type:
+            result = replace_dtype(result, self.replacements)
         result = result if is_host(target) or not is_host(result.device) else self.copy(result, target)
         return result.requires_grad_() if kwargs.get("requires_grad") else result
 
-    def by_shape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `torch.randn(shape, …)` or `torch.rand(shape, …)` on the CPU and copy the result to the device."""
-        target = torch.device(kwargs.get("device") or torch.get_default_device())
-        generator = kwargs.get("generator")
-        if "out" in kwargs:
-            return func(*args, **kwargs)
-        sizes = kwargs.get("size", args[0] if args and isinstance(args[0], Sequence) else args)
-        dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        draw = _make_draw(func, _choose_draw_dtype(dtype, generator), self._choose_device(generator, target))
-        drawn = _current_source().draw(func.__name__, draw, tuple(sizes), generator)
+    def create(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `torch.randn`, `torch.rand`, `torch.randint` or `torch.randperm` on the CPU and copy the result."""
+        generator, out = kwargs.get("generator"), kwargs.get("out")
+        if out is None:
+            target = torch.device(kwargs.get("device") or torch.get_default_device())
+            dtype = kwargs.get("dtype") or (torch.int64 if func in INTEGERS else torch.get_default_dtype())
+        else:
+            target, dtype = out.device, out.dtype
+        device = self._choose_device(generator, target)
+        draw_dtype = dtype if func in INTEGERS else _choose_draw_dtype(dtype, generator)
+        options = {name: value for name, value in kwargs.items() if name not in _PLACEMENT_OPTIONS}
+
+        def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+            layout = {"dtype": draw_dtype, "device": device}
+            place = layout if out is None else {"out": _make_same_strides(out, **layout)}
+            drawn: Tensor = func(*args, generator=generator, **options, **place)
+            return drawn
+
+        drawn = _current_source().draw(func.__name__, draw, _find_size(func, args, kwargs), generator)
         return self._finish(drawn, dtype, target, kwargs)
 
     def like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `torch.randn_like` or `torch.rand_like` on the CPU and copy the result to the device."""
-        template = args[0] if args else kwargs["input"]
+        """Run `torch.randn_like`, `torch.rand_like` or `torch.randint_like` on the CPU and copy the result."""
+        template, *bounds = args if args else (kwargs["input"],)
+        bounds += [kwargs[name] for name in ("low", "high") if name in kwargs]
         target, generator = torch.device(kwargs.get("device") or template.device), kwargs.get("generator")
-        dtype = kwargs.get("dtype") or template.dtype
-        draw = _make_draw(LIKE[func], _choose_draw_dtype(dtype, generator), self._choose_device(generator, target))
+        dtype, fill = kwargs.get("dtype") or template.dtype, LIKE[func]
+        options: dict[str, Any] = {"device": self._choose_device(generator, target)}
+        if kwargs.get("memory_format") is not None:
+            options["memory_format"] = kwargs["memory_format"]
+        layout = _make_same_strides(template, dtype=_choose_fill_dtype(fill, dtype, generator), device="meta")
+
+        # `randn_like` accepts a generator only in recent versions of torch.
+        def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+            return fill(torch.empty_like(layout, **options), *bounds, generator=generator)
+
         drawn = _current_source().draw(func.__name__, draw, tuple(template.shape), generator)
         return self._finish(drawn, dtype, target, kwargs)
-
-    def integers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `torch.randint`, `torch.randint_like` or `torch.randperm` on the CPU, and copy the result."""
-        generator, like, sized = kwargs.get("generator"), func is torch.randint_like, func is not torch.randperm
-        target = torch.device(kwargs.get("device") or (args[0].device if like else torch.get_default_device()))
-        device = self._choose_device(generator, target)
-        options = {name: value for name, value in kwargs.items() if name not in ("device", "generator", "size")}
-        if like:  # torch.randint_like accepts a generator only in recent versions of torch
-            shape, bounds = tuple(args[0].shape), args[1:]
-            options.setdefault("dtype", args[0].dtype)
-        elif not sized:
-            shape, bounds = (args[0] if args else options["n"],), args
-        else:
-            shape = tuple(kwargs["size"] if "size" in kwargs else args[-1])
-            bounds = args if "size" in kwargs else args[:-1]
-
-        def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-            make: Any = torch.randint if sized else torch.randperm
-            size = {"size": shape} if sized else {}
-            drawn: Tensor = make(*bounds, generator=generator, device=device, **options, **size)
-            return drawn
-
-        drawn = _current_source().draw(func.__name__, draw, shape, generator)
-        return self._finish(drawn, drawn.dtype, target, kwargs)
 
     def in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `tensor.normal_()` and similar methods: draw on the CPU and copy the values into the tensor."""
         target, generator = args[0], kwargs.get("generator")
         device = self._choose_device(generator, target.device)
-        options = {name: value for name, value in kwargs.items() if name != "generator"}
-        dtype = _choose_draw_dtype(target.dtype, generator)
-        parameters = [value.to(device) if isinstance(value, Tensor) else value for value in args[1:]]
+        dtype = _choose_fill_dtype(func, target.dtype, generator)
+        parameters = [_move(value, device) for value in args[1:]]
+        options = {name: _move(value, device) for name, value in kwargs.items() if name != "generator"}
 
         def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-            template = torch.empty(shape, dtype=dtype, device=device)
+            template = _make_same_strides(target, dtype=dtype, device=device)
             drawn: Tensor = func(template, *parameters, generator=generator, **options)
             return drawn
 
@@ -215,42 +216,71 @@ class _CpuDrawing:
 
     def from_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `torch.multinomial(weights, …)` and similar functions on CPU copies of their tensors."""
-        generator = kwargs.get("generator")
-        target = next((value.device for value in args if isinstance(value, Tensor)), None)
-        options = {name: value for name, value in kwargs.items() if name not in ("generator", "device")}
-        if target is None:  # `torch.normal(0.0, 1.0, size)`
-            target = torch.device(kwargs.get("device") or torch.get_default_device())
-            options["device"] = self._choose_device(generator, target)
+        values = [value for value in args if not isinstance(value, torch.Generator)]
+        generator = kwargs.get("generator") or next(
+            (value for value in args if isinstance(value, torch.Generator)), None
+        )
+        options = {name: value for name, value in kwargs.items() if name not in _PLACEMENT_OPTIONS}
+        tensors = [value for value in (*values, *options.values()) if isinstance(value, Tensor)]
+        out, dtype = kwargs.get("out"), kwargs.get("dtype")
+        devices = [tensor.device for tensor in (tensors if out is None else [out])]
+        if not devices:  # `torch.normal(0.0, 1.0, size)`
+            devices = [torch.device(kwargs.get("device") or torch.get_default_device())]
+            dtype = dtype or torch.get_default_dtype()
+        target = next((device for device in devices if not is_host(device)), devices[0])
         device = self._choose_device(generator, target)
-        values = [value.to(device) if isinstance(value, Tensor) else value for value in args]
+        values = [_move(value, device) for value in values]
+        options = {name: _move(value, device) for name, value in options.items()}
         shape = _find_shape(func, values, options)
+        if out is not None:
+            # An int32 tensor can replace an int64 tensor of the user.
+            out_dtype = torch.int64 if func in _INDEX_FUNCTIONS else out.dtype
+            options["out"] = _make_same_strides(out, dtype=out_dtype, device=device)
+        elif not tensors:
+            options |= {"device": device, "dtype": _choose_draw_dtype(dtype, generator)}
 
         def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
             drawn: Tensor = func(*values, generator=generator, **options)
             return drawn
 
-        return _current_source().draw(func.__name__, draw, shape, generator).to(kwargs.get("device") or target)
+        drawn = _current_source().draw(func.__name__, draw, shape, generator)
+        return self._finish(drawn, dtype or drawn.dtype, target, kwargs)
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _make_same_strides(tensor: Tensor, **options: Any) -> Tensor:
+    """Return an empty tensor with the strides of another tensor: torch's draws depend on them."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), **options)
+
+
+def _find_size(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the shape of the result of `torch.randn` and similar functions."""
+    if func is torch.randperm:
+        return (args[0] if args else kwargs["n"],)
+    if "size" in kwargs:
+        return tuple(kwargs["size"])
+    return tuple(args[-1] if args and isinstance(args[-1], Sequence) else args)
 
 
 def _find_shape(func: Any, values: Sequence[Any], options: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the shape of the result of a function that draws from the values of tensors."""
-    tensors = [tuple(value.shape) for value in values if isinstance(value, Tensor)]
-    if func in (torch.multinomial, Tensor.multinomial):
+    tensors = [tuple(value.shape) for value in (*values, *options.values()) if isinstance(value, Tensor)]
+    if func in _INDEX_FUNCTIONS:
         return (*tensors[0][:-1], values[1] if len(values) > 1 else options["num_samples"])
     if tensors:
         return tuple(torch.broadcast_shapes(*tensors))
     return tuple(options["size"] if "size" in options else values[2])
 
 
+def _choose_fill_dtype(fill: Any, dtype: torch.dtype, generator: torch.Generator | None) -> torch.dtype:
+    """Return the dtype for drawing with an in-place method: the range of random integers depends on their dtype."""
+    return dtype if fill is Tensor.random_ else _choose_draw_dtype(dtype, generator)
+
+
 def _choose_draw_dtype(dtype: torch.dtype, generator: torch.Generator | None) -> torch.dtype:
     """Return the dtype for drawing: float32 for half precision, unless the caller passed a generator."""
     is_callers = generator is not None and not _current_source().owns(generator)
     return torch.float32 if dtype in _HALF_DTYPES and not is_callers else dtype
-
-
-def _make_draw(func: Any, dtype: torch.dtype, device: torch.device) -> Draw:
-    def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        drawn: Tensor = func(shape, generator=generator, dtype=dtype, device=device)
-        return drawn
-
-    return draw
