@@ -35,7 +35,10 @@ def _clone(pipe: Any, kind: Any, runner: MetaRunner, copies: dict[int, Any]) -> 
 
     # Without __init__, which would register the components and read their configs again.
     clone: Any = kind.__new__(kind)
-    vars(clone).update(vars(pipe))
+    containers = (list, dict, set)
+    vars(clone).update(
+        {name: copy.copy(value) if type(value) in containers else value for name, value in vars(pipe).items()}
+    )
     for name, component in pipe.components.items():
         if id(component) not in copies:
             copies[id(component)] = _copy_component(name, component, runner)

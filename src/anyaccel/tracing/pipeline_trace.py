@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import random
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 
 from anyaccel.planning.attention import UNCHANGED_ATTENTION, AttentionRule
@@ -71,8 +74,7 @@ class PipelineTrace:
         self._tracker = AllocationTracker(workspace, self._weights, attention)
         self._setting = (workspace, attention, setting)
         self.model_calls, self.between, self._outputs = [], [], {}
-        # fork_rng: tracing must not change the noise of later calls.
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), self._tracker.running():
+        with torch.no_grad(), _restore_random_states(), self._tracker.running():
             result = pipe(**arguments)
         self.between.append(self._tracker.take_peak())
         return result
@@ -135,6 +137,18 @@ class PipelineTrace:
             zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
         self._tracker.add(zeros, replaces_another=True)
         return zeros
+
+
+@contextmanager
+def _restore_random_states() -> Iterator[None]:
+    """Restore the random states at the end of the `with` block: tracing must not change the noise of later calls."""
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
 
 
 def _read_layout(tensor: torch.Tensor) -> Any:

@@ -57,6 +57,7 @@ __all__ = [
     "read_buffer_table",
     "read_child_table",
     "read_device_type",
+    "read_dispatch_modes",
     "read_function_modes",
     "read_global_hooks",
     "read_hook_tables",
@@ -265,6 +266,11 @@ def is_autocast_enabled() -> bool:
 def count_dispatch_modes() -> int:
     """Return the number of active `TorchDispatchMode`s in this thread (utils/_python_dispatch.py)."""
     return torch._C._len_torch_dispatch_stack()
+
+
+def read_dispatch_modes() -> list[Any]:
+    """Return the active `TorchDispatchMode`s of this thread (utils/_python_dispatch.py)."""
+    return [torch._C._get_dispatch_stack_at(index) for index in range(count_dispatch_modes())]
 
 
 def count_function_modes() -> int:

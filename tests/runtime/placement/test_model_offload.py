@@ -44,7 +44,7 @@ def test_weights_return_to_the_memory_they_came_from() -> None:
 
 def test_changes_on_the_device_are_kept() -> None:
     def use(loader: ModelLoader) -> None:
-        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(5)))
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
         model.register_buffer("count", torch.zeros(()))
         weights: list[Any] = [layer.weight for layer in model]
         expected = copy.deepcopy(model)
@@ -56,6 +56,9 @@ def test_changes_on_the_device_are_kept() -> None:
             layers[1].weight.data[5, 5] += 1e-6  # no version counter, and too small for a float32 sum
             layers[2].weight.data = torch.ones(64, 64, device=device)
             layers[3].weight = torch.nn.Parameter(torch.ones(2, 2, device=device))
+            layers[5].weight.data.neg_()
+            layers[6].weight.data[:32].copy_(layers[6].weight.data[:32].flip(0).clone())
+            layers[7].weight.data.mul_(2)
             target.count.add_(1)  # type: ignore[operator]
         loader.load("model", model)  # as at the next forward
         loader.release("model")

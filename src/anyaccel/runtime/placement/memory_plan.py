@@ -30,6 +30,7 @@ from anyaccel.runtime.call_request import CallRequest, shape_of
 from anyaccel.runtime.introspection import find_components, plain_class, read_facts
 from anyaccel.runtime.placement.mapped_weights import is_mapped
 from anyaccel.runtime.placement.row_split import split_traced_rows
+from anyaccel.runtime.placement.traced_code import find_user_code
 from anyaccel.runtime.placement_state import Placement
 from anyaccel.tracing.footprint_measurement import Measurement
 from anyaccel.tracing.meta_clone import clone_pipeline
@@ -59,8 +60,9 @@ _DEFAULT_SIDE = 1024
 _TINY_FRACTION = 4096
 _DEFAULT_FRAMES = 96
 _HEADS, _PIXELS_PER_TOKEN = 24, 64
-# Arguments that do not affect shapes. A trace must not use them: it would advance generators and call user code.
-_SHAPELESS_ARGUMENTS = ("generator", "callback", "callback_on_step_end", "callback_on_step_end_tensor_inputs")
+# Parts of the names of arguments that do not affect shapes. A trace must not use them: it would advance generators and
+# call user code.
+_SHAPELESS_ARGUMENTS = ("callback", "generator")
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,9 @@ def plan_call(pipe: Any, placement: Placement, request: CallRequest, rules: list
         decision, forecast = make_forecast(measure, request.images, capacity, rules)
     except Exception as error:  # noqa: BLE001 - pipelines run arbitrary code; a call that cannot be traced is just run
         _LOG.debug("anyaccel: cannot trace %s: %r", type(pipe).__name__, error)
-        return CallPlan(Decision(default.value, f"{default.reason}; the memory use of this call cannot be predicted"))
+        cause = f", because {error.message}" if isinstance(error, NotMeasurableError) else ""
+        reason = f"{default.reason}; the memory use of this call cannot be predicted{cause}"
+        return CallPlan(Decision(default.value, reason))
     if decision.value is None:
         raise make_does_not_fit_error(pipe, placement, request, decision.reason, rules, capacity)
     return CallPlan(Decision(decision.value, decision.reason), forecast)
@@ -308,13 +312,20 @@ def _fits_easily(pipe: Any, placement: Placement, request: CallRequest, capacity
 
 
 def _make_measurement(pipe: Any, placement: Placement, request: CallRequest) -> Measurement:
+    """Return a measurement of a call; raise `NotMeasurableError` if it would run code of the user."""
+    shaped = {name: value for name, value in request.arguments.items() if not _is_shapeless(name)}
+    code = find_user_code(pipe, shaped)
+    if code:
+        raise NotMeasurableError(
+            f"{code} is not part of a known library and would run more than once",
+            hint="to choose the memory mode yourself, pass memory=",
+        )
     traced = PipelineTrace()
     clone = clone_pipeline(pipe, plain_class(pipe), traced)
     denoisers = read_facts(pipe).denoisers
 
     def arguments(images: int) -> dict[str, Any]:
         assert images == request.images
-        shaped = {name: value for name, value in request.arguments.items() if name not in _SHAPELESS_ARGUMENTS}
         return map_tensors(shaped, _to_zeros)  # type: ignore[no-any-return]
 
     width, height = request.arguments.get("width"), request.arguments.get("height")
@@ -331,6 +342,10 @@ def _make_measurement(pipe: Any, placement: Placement, request: CallRequest) -> 
         fetches_ahead=placement.opened.driver.has_events,
         size=(width, height) if isinstance(width, int) and isinstance(height, int) else None,
     )
+
+
+def _is_shapeless(name: str) -> bool:
+    return any(part in name for part in _SHAPELESS_ARGUMENTS)
 
 
 def _to_zeros(tensor: torch.Tensor) -> torch.Tensor:

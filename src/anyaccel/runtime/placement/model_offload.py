@@ -16,6 +16,7 @@ from accelerate.hooks import ModelHook
 
 from anyaccel.backends.device_type_checks import is_host
 from anyaccel.forward_overrides import Override
+from anyaccel.runtime.placement.checksums import compute_checksums
 from anyaccel.upstream.accelerate_internals import find_hook
 from anyaccel.upstream.torch_internals import read_version
 
@@ -180,14 +181,4 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _compute_sums(entries: list[_MovedTensor]) -> list[list[int]]:
-    """Return checksums of tensors: the sums over all bits, and over those of the first half, modulo 2**32."""
-    sums = []
-    for tensor in (entry.tensor for entry in entries):
-        flat = tensor.detach().flatten()
-        # Integers, because float sums miss small changes; the widest ones, because a conversion would need memory.
-        dtype = next(dtype for dtype in (torch.int32, torch.int16, torch.int8) if tensor.nbytes % dtype.itemsize == 0)
-        bits = flat.view(dtype)
-        parts = (bits, bits[: (bits.numel() + 1) // 2])
-        sums += [part.sum(dtype=torch.int32) for part in parts]
-    values = torch.stack(sums).tolist() if sums else []
-    return [values[index : index + 2] for index in range(0, len(values), 2)]
+    return compute_checksums([entry.tensor for entry in entries])

@@ -1,0 +1,127 @@
+"""Detection of user code that a memory trace would run.
+
+A trace runs a pipeline once more. With code of the user in it, counters, logs and random numbers would differ from
+diffusers. A call is therefore traced only if all of its code belongs to known libraries.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from anyaccel.forward_overrides import OVERRIDES_KEY
+from anyaccel.runtime.introspection import plain_class
+from anyaccel.runtime.speed.module_fingerprint import find_source, is_trusted
+from anyaccel.upstream.torch_internals import (
+    MODULE_HOOKS,
+    DeviceContext,
+    read_dispatch_modes,
+    read_function_modes,
+    read_global_hooks,
+)
+
+__all__ = ["find_user_code"]
+
+_OWN_LIBRARY = __name__.partition(".")[0]
+# Libraries that diffusers and transformers use, in addition to those of `is_trusted`.
+_OTHER_LIBRARIES = (sys.stdlib_module_names - {"unittest"}) | {  # unittest.mock runs code of the user
+    "PIL", "huggingface_hub", "numpy", "packaging", "safetensors", "scipy", "sentencepiece", "tokenizers", "tqdm",
+    "typing_extensions",
+}  # fmt: skip
+# Libraries with objects whose attributes are searched too.
+_SEARCHED_LIBRARIES = ("diffusers", "transformers")
+_FUNCTIONS = (
+    FunctionType, MethodType, classmethod, staticmethod, functools.partial, functools.partialmethod,
+    functools.cached_property, type(functools.cache(len)),
+)  # fmt: skip
+# Attributes that the copy of a layer on `meta` does not have.
+_NOT_COPIED = frozenset((*MODULE_HOOKS, OVERRIDES_KEY, "forward"))
+
+
+def find_user_code(pipe: Any, arguments: Mapping[str, Any]) -> str:
+    """Return a description of user code that a call on `meta` would run; empty if there is none."""
+    return next(_list_user_code(pipe, arguments), "")
+
+
+def _list_user_code(pipe: Any, arguments: Mapping[str, Any]) -> Iterator[str]:
+    # Modes of torch too: FlopCounterMode would count the operations of the trace.
+    modes = (mode for mode in (*read_function_modes(), *read_dispatch_modes()) if type(mode) is not DeviceContext)
+    yield from (type(mode).__name__ for mode in modes if type(mode).__module__.partition(".")[0] != _OWN_LIBRARY)
+    yield from ("a global hook" for table in read_global_hooks() if not all(map(_is_library_value, table.values())))
+    yield from (f"the argument {name}" for name, value in arguments.items() if not _is_library_value(value))
+    classes: set[type] = {torch.Tensor}
+    for owner in _list_objects(pipe):
+        kind = plain_class(owner)
+        classes.update(kind.__mro__)
+        yield from (f"{kind.__name__}.{name}" for name in _list_user_values(vars(owner), copied=False))
+    for cls in classes:
+        if not _is_library(cls.__module__):
+            yield cls.__name__
+        yield from (f"a patched {cls.__name__}.{name}" for name in _list_user_values(vars(cls)))
+    modules = [torch, functional, *(sys.modules[name] for name in list(sys.modules) if name.startswith("diffusers."))]
+    for module in modules:
+        if isinstance(module, ModuleType):
+            yield from (f"a patched {module.__name__}.{name}" for name in _list_user_values(vars(module)))
+
+
+def _list_objects(pipe: Any) -> Iterator[Any]:
+    """Yield a pipeline, its nested pipelines and components, their layers and processors, and objects in them."""
+    seen: set[int] = set()
+    pending = [pipe, *pipe.components.values()]
+    while pending:
+        owner = pending.pop()
+        if id(owner) in seen or not hasattr(owner, "__dict__"):
+            continue
+        seen.add(id(owner))
+        yield owner
+        if isinstance(owner, torch.nn.Module):
+            pending.extend(owner.children())
+        pending.extend(value for name, value in vars(owner).items() if name not in _NOT_COPIED and _is_searched(value))
+
+
+def _is_searched(value: Any) -> bool:
+    kind = type(value)
+    return kind is not FunctionType and kind.__module__.partition(".")[0] in _SEARCHED_LIBRARIES
+
+
+def _list_user_values(namespace: Mapping[str, Any], *, copied: bool = True) -> list[str]:
+    """Return the names in a namespace whose values are functions, classes or objects of the user."""
+    skipped = () if copied else _NOT_COPIED
+    return [name for name, value in list(namespace.items()) if name not in skipped and not _is_library_object(value)]
+
+
+def _is_library_value(value: Any) -> bool:
+    """Return whether an argument, and everything in it, comes from a library."""
+    if not _is_library_object(value):
+        return False
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()
+    return all(map(_is_library_value, items))
+
+
+def _is_library_object(value: Any) -> bool:
+    """Return whether a function or class, or the class of another object, comes from a library."""
+    kind = type(value)  # not isinstance, which runs the code of classes with a `__class__` property
+    if issubclass(kind, type):
+        return _is_library(value.__module__)
+    if kind is property:
+        return all(_is_library_object(function) for function in (value.fget, value.fset) if function is not None)
+    return _is_library(kind.__module__) and (not issubclass(kind, _FUNCTIONS) or _is_library_function(value))
+
+
+def _is_library_function(function: Any) -> bool:
+    while isinstance(function, _FUNCTIONS):  # functions in C have no source
+        if not _is_library(find_source(function)):
+            return False
+        # A decorator of a library, such as `torch.no_grad()`, calls a function of the user.
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+def _is_library(source: str) -> bool:
+    return is_trusted(source) or source.partition(".")[0] in _OTHER_LIBRARIES

@@ -1,0 +1,231 @@
+"""Memory traces run a pipeline once more, so they must not run code of the user."""
+
+import copy
+import functools
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import diffusers
+import numpy
+import pytest
+import torch
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import anyaccel
+from anyaccel.planning.kernel_workspace import Workspace
+from anyaccel.recipes import recipes, run
+from anyaccel.runtime.placement import memory_plan
+from anyaccel.runtime.placement.traced_code import find_user_code
+from anyaccel.tracing.meta_clone import clone_pipeline
+from anyaccel.tracing.pipeline_trace import PipelineTrace
+from tests.conftest import NEEDS_RECIPES
+
+pytestmark = [NEEDS_RECIPES, pytest.mark.usefixtures("pipelines_imported")]
+
+
+class NumpyNoise(diffusers.StableDiffusionPipeline):
+    """A pipeline that draws its noise with NumPy, and counts."""
+
+    def prepare_latents(  # type: ignore[no-untyped-def]
+        self, batch, channels, height, width, dtype, device, generator, latents=None
+    ):
+        self.history = [*getattr(self, "history", []), random.random()]
+        scale = self.vae_scale_factor
+        return torch.from_numpy(numpy.random.randn(batch, channels, height // scale, width // scale)).to(device, dtype)
+
+
+class CountingScheduler(diffusers.DDIMScheduler):
+    """A scheduler that counts its steps."""
+
+    steps = 0
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        type(self).steps += 1
+        return super().step(*args, **kwargs)
+
+
+class CountingProcessor(AttnProcessor2_0):
+    """An attention processor of the user."""
+
+
+class Tokenizer:
+    """A tokenizer of the user."""
+
+
+class Mode(TorchFunctionMode):
+    """A function mode of the user."""
+
+
+def _patch_class(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def run_original(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    patch.setattr(owner, name, run_original)
+
+
+def _decorate(pipe: Any) -> None:
+    pipe.encode_prompt = torch.no_grad()(lambda *args, **kwargs: None)
+
+
+def _replace_scheduler(pipe: Any) -> None:
+    pipe.scheduler = CountingScheduler.from_config(pipe.scheduler.config)
+
+
+Edit = Callable[[Any, pytest.MonkeyPatch], Any]
+EDITS: dict[str, Edit] = {
+    "StableDiffusionPipeline.encode_prompt": lambda pipe, patch: setattr(pipe, "encode_prompt", lambda: None),
+    "StableDiffusionPipeline.encode_prompt ": lambda pipe, patch: _decorate(pipe),
+    "AutoencoderKL.decode": lambda pipe, patch: setattr(pipe.vae, "decode", functools.partial(lambda z: z)),
+    "DDIMScheduler.step": lambda pipe, patch: setattr(
+        setattr(pipe, "scheduler", diffusers.DDIMScheduler()) or pipe.scheduler, "step", lambda: None
+    ),
+    "StableDiffusionPipeline.tokenizer": lambda pipe, patch: setattr(pipe, "tokenizer", Tokenizer()),
+    "Attention.processor": lambda pipe, patch: pipe.unet.set_attn_processor(CountingProcessor()),
+    "StableDiffusionPipeline.scheduler": lambda pipe, patch: _replace_scheduler(pipe),
+    "a patched StableDiffusionPipeline.encode_prompt": lambda pipe, patch: _patch_class(
+        patch, diffusers.StableDiffusionPipeline, "encode_prompt"
+    ),
+    "a patched DiffusionPipeline.progress_bar": lambda pipe, patch: patch.setattr(
+        diffusers.DiffusionPipeline, "progress_bar", functools.partialmethod(lambda self, *args: None)
+    ),
+    "a patched Attention.forward": lambda pipe, patch: _patch_class(patch, Attention, "forward"),
+    "a patched Tensor.add": lambda pipe, patch: patch.setattr(torch.Tensor, "add", lambda *args: None, raising=False),
+    "a patched torch.cat": lambda pipe, patch: _patch_class(patch, torch, "cat"),
+    "a patched torch.nn.functional.silu": lambda pipe, patch: patch.setattr(functional, "silu", mock.MagicMock()),
+    "a patched diffusers.models.embeddings.get_timestep_embedding": lambda pipe, patch: _patch_class(
+        patch, diffusers.models.embeddings, "get_timestep_embedding"
+    ),
+    "Mode": lambda pipe, patch: Mode(),
+    "FlopCounterMode": lambda pipe, patch: FlopCounterMode(display=False),
+}
+
+
+def make() -> Any:
+    pipe = recipes()["stable-diffusion"].make()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def stock() -> Any:
+    return make()
+
+
+@pytest.mark.parametrize("expected", EDITS)
+def test_user_code_is_found(stock: Any, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = copy.deepcopy(stock)
+    assert find_user_code(pipe, recipes()["stable-diffusion"].call()) == ""
+    mode = EDITS[expected](pipe, monkeypatch)
+    if isinstance(mode, Mode | FlopCounterMode):
+        with mode:
+            assert find_user_code(pipe, {}) in (expected, "_FlopCounterMode")
+    else:
+        assert find_user_code(pipe, {}) == expected.strip()
+
+
+def test_user_code_in_arguments_is_found(stock: Any) -> None:
+    library = {"guidance_scale": 2, "sigmas": [1.0], "cross_attention_kwargs": {"scale": 1.0, "x": torch.ones(1)}}
+    assert find_user_code(stock, library) == ""
+    assert find_user_code(stock, {"prompt": "a", "on_done": lambda: None}) == "the argument on_done"
+    assert find_user_code(stock, {"cross_attention_kwargs": {"store": [Tokenizer()]}}) == (
+        "the argument cross_attention_kwargs"
+    )
+
+
+def test_a_global_hook_is_user_code(stock: Any) -> None:
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    try:
+        assert find_user_code(stock, {}) == "a global hook"
+    finally:
+        handle.remove()
+
+
+def test_a_pipeline_class_of_the_user_is_not_traced() -> None:
+    results = []
+    for place in (lambda pipe: pipe, lambda pipe: anyaccel.place(pipe, "cpu", dtype="float32", memory="phase")):
+        pipe = place(NumpyNoise(**make().components, requires_safety_checker=False))
+        pipe.set_progress_bar_config(disable=True)
+        numpy.random.seed(3)
+        random.seed(3)
+        images = [run(recipes()["stable-diffusion"], pipe) for _ in range(2)]
+        results.append((images, pipe.history, numpy.random.randn(3)))
+    (images, history, drawn), (placed_images, placed_history, placed_drawn) = results
+    numpy.testing.assert_array_equal(images, placed_images)
+    assert history == placed_history
+    assert (drawn == placed_drawn).all()
+    reason = pipe.plan.memory_in_use.reason
+    assert (
+        "cannot be predicted, because NumpyNoise is not part of a known library and would run more than once" in reason
+    )
+    assert pipe.plan.report.forecast is None
+
+
+def test_a_pipeline_of_diffusers_is_traced_without_callbacks_and_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[Any] = []
+    run_trace = PipelineTrace.run
+
+    def record(self: PipelineTrace, pipe: Any, arguments: Any, *others: Any) -> Any:
+        traced.append(arguments)
+        return run_trace(self, pipe, arguments, *others)
+
+    monkeypatch.setattr(PipelineTrace, "run", record)
+    recipe = recipes()["stable-cascade-combined"]
+    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", memory="phase")
+    steps: list[int] = []
+
+    def count(pipe: Any, step: int, timestep: Any, values: Any) -> dict[str, Any]:
+        steps.append(step)
+        return {}
+
+    pipe(**{**recipe.call(), "prior_num_inference_steps": 2, "prior_callback_on_step_end": count})
+    assert steps == [0, 1]
+    assert pipe.plan.report.forecast is not None
+    assert traced
+    assert not [name for name in traced[0] if "callback" in name or "generator" in name]
+
+
+def test_random_states_are_restored() -> None:
+    def draw() -> list[float]:
+        return [random.random(), numpy.random.rand(), torch.rand(1).item()]
+
+    random.seed(1)
+    numpy.random.seed(1)
+    torch.manual_seed(1)
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+
+    class Pipe(SimpleNamespace):
+        def __call__(self) -> list[float]:
+            return draw()
+
+    first = PipelineTrace().run(Pipe(components={}), {}, Workspace())
+    assert draw() == first
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+def test_lists_of_the_pipeline_are_not_shared_with_its_copy(stock: Any) -> None:
+    pipe = copy.copy(stock)
+    pipe.history, pipe.table = [1], {"a": 1}
+    clone = clone_pipeline(pipe, type(pipe), PipelineTrace())
+    clone.history.append(2)
+    clone.table["b"] = 2
+    assert (pipe.history, pipe.table) == ([1], {"a": 1})
+
+
+def test_a_call_that_fits_easily_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search takes as long as many calls of a tiny pipeline."""
+    search = mock.Mock(return_value="")
+    monkeypatch.setattr(memory_plan, "find_user_code", search)
+    pipe = anyaccel.place(make(), "cpu", dtype="float32")
+    run(recipes()["stable-diffusion"], pipe)
+    search.assert_not_called()
