@@ -90,6 +90,11 @@ class Portable(VendorAliases):
 
     _plain_class: type
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Run the `__init_subclass__` of the user's classes, except for the class that `portable_class` creates."""
+        if "_plain_class" not in vars(cls):
+            super().__init_subclass__(**kwargs)
+
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Place the pipeline on a device: `pipe.to("neuron")`, `pipe.to("auto", dtype="bf16")`.
 
@@ -282,7 +287,8 @@ def portable_class(kind: Any) -> type:
         content["__call__"] = _wrap_call(kind)
     content |= {name: _with_weights(kind, name) for name in _WEIGHT_METHODS if hasattr(kind, name)}
     content |= find_own_methods(kind, first)
-    return type(kind.__name__, (first, kind), content)
+    # Not `type(kind)(…)`: a metaclass of the user would register the class or require arguments.
+    return type.__new__(type(kind), kind.__name__, (first, kind), content)
 
 
 def _inherit_from_components(pipe: Any, components: dict[str, Any]) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -42,10 +44,12 @@ __all__ = [
     "find_guard_table",
     "find_property",
     "find_rebuild",
+    "find_replaced_function",
     "has_fallback",
     "int_mm",
     "is_autocast_enabled",
     "is_decomposed",
+    "is_own_function",
     "is_transformed",
     "list_computed_weights",
     "make_guard",
@@ -115,6 +119,41 @@ def int_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 # Function that a function mode receives for `torch.nn.utils.rnn.pad_sequence`.
 pad_sequence: Callable[..., torch.Tensor] = torch._C._nn.pad_sequence
+
+
+def is_own_function(value: Any) -> bool:
+    """Return whether a value is a Python function that torch defines."""
+    # By its globals: `functools.wraps` copies `__module__`.
+    return isinstance(value, FunctionType) and _is_own_module(value.__globals__)
+
+
+def _is_own_module(variables: dict[str, Any]) -> bool:
+    return f"{variables.get('__name__', '')}.".startswith(f"{torch.__name__}.")
+
+
+def find_replaced_function(replacement: Any) -> Any:
+    """Return the function of torch that has called a function mode, if `replacement` was assigned to its name.
+
+    Otherwise, return `replacement`. Only a function mode can call this function (`handle_torch_function` in
+    overrides.py).
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not torch.overrides.handle_torch_function.__code__:
+        frame = frame.f_back
+    caller = frame.f_back if frame is not None else None
+    if caller is None or not _is_own_module(caller.f_globals) or caller.f_code.co_freevars:
+        return replacement
+    code, values = caller.f_code, caller.f_locals
+    names = (caller.f_globals.get(code.co_name), getattr(torch.Tensor, code.co_name, None))
+    if not any(value is replacement for value in names):
+        return replacement
+    # The frame does not refer to its function. A function with the same code and this call's arguments as its default
+    # values returns the same.
+    positional, keywords = code.co_argcount, code.co_kwonlyargcount
+    defaults = tuple(values[name] for name in code.co_varnames[:positional])
+    function = FunctionType(code, caller.f_globals, code.co_name, defaults)
+    function.__kwdefaults__ = {name: values[name] for name in code.co_varnames[positional : positional + keywords]}
+    return function
 
 
 def allow_half_precision_attention() -> None:

@@ -1,10 +1,17 @@
-"""Function modes run each torch function once, also if a user has patched it."""
+"""Function modes run each torch function once, also if a user has patched it, and keep its gradient."""
+
+import subprocess
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.run_forked import run_forked
+from anyaccel.runtime.workarounds import dynamic_shapes
 from anyaccel.runtime.workarounds.function_modes import ModelFunctionMode, PipelineFunctionMode, find_unpatched
-from anyaccel.runtime.workarounds.host_transfer import HostTransfer
+from anyaccel.runtime.workarounds.host_transfer import HostTransfer, copy_or_fill
 
 
 @pytest.mark.parametrize(
@@ -33,3 +40,88 @@ def test_other_functions_stay_as_they_are() -> None:
 
     for function in (torch.nn.functional.silu, torch.conv2d, torch.Tensor.norm, function_of_a_user):
         assert find_unpatched(function) is function
+
+
+PATCHED_BEFORE_IMPORT = """
+import functools
+import torch
+functional, calls = torch.nn.functional, []
+
+def patch(owner, name, decorate):
+    original = getattr(owner, name)
+    def wrapper(*args, **kwargs):
+        calls.append(name)
+        return original(*args, **kwargs)
+    setattr(owner, name, decorate(wrapper, original))
+
+plain, wraps = lambda wrapper, original: wrapper, lambda wrapper, original: functools.wraps(original)(wrapper)
+patch(functional, "silu", plain)
+patch(functional, "group_norm", wraps)
+patch(functional, "softmax", lambda wrapper, original: functools.partial(wrapper))
+patch(functional, "cross_entropy", plain)
+patch(torch.Tensor, "norm", plain)
+patch(torch.functional, "einsum", plain)
+from anyaccel.runtime.workarounds.function_modes import ModelFunctionMode, PipelineFunctionMode
+from anyaccel.runtime.workarounds.host_transfer import HostTransfer
+values = torch.ones(2, 4, 3)
+for mode in ModelFunctionMode({}), PipelineFunctionMode({}, HostTransfer(torch.device("cpu"), {})):
+    with mode:
+        torch.nn.GroupNorm(2, 4)(values)
+        functional.silu(values, inplace=True)
+        torch.nn.Softmax(dim=0)(values)
+        values.norm()
+        torch.functional.einsum("abc->a", values)
+    print(*calls)
+    calls.clear()
+with ModelFunctionMode({functional.cross_entropy: lambda func, args, kwargs: func(args[0] * 0, *args[1:], **kwargs)}):
+    print(functional.cross_entropy(values[0], torch.zeros(4, dtype=torch.long), reduction="sum").exp().round(), *calls)
+"""
+
+
+def test_functions_patched_before_the_import_run_once() -> None:
+    process = subprocess.run([sys.executable, "-c", PATCHED_BEFORE_IMPORT], capture_output=True, text=True, check=True)
+    calls = "group_norm silu softmax norm einsum"
+    assert process.stdout.splitlines() == [calls, calls, "tensor(81.) cross_entropy"]
+
+
+BY_KEYWORD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "nonzero": lambda values: torch.nonzero(input=values > 2),
+    "masked_select": lambda values: torch.masked_select(input=values, mask=values > 2),
+    "where": lambda values: torch.where(condition=values > 2)[1],
+    "where with values": lambda values: torch.where(condition=values > 2, input=values, other=values * 2),
+    "repeat_interleave": lambda values: torch.repeat_interleave(
+        input=values, repeats=torch.tensor([2, 1]).to(values.device), dim=0
+    ),
+    "repeated indices": lambda values: torch.repeat_interleave(repeats=torch.tensor([2, 1]).to(values.device)),
+    "bincount": lambda values: torch.bincount(input=values.to(torch.int32).flatten()),
+}
+
+
+def test_data_dependent_shapes_with_keyword_arguments() -> None:
+    values = torch.tensor([[1.0, 2.0, 3.0], [5.0, 1.0, 4.0]])
+
+    def use(accelerator: VirtualAccelerator) -> None:
+        for name, run in BY_KEYWORD.items():
+            with ModelFunctionMode(dynamic_shapes.make_handlers(accelerator.device())):
+                actual = run(values.to(accelerator.device())).cpu()
+            assert torch.equal(actual, run(values)), name
+
+    run_forked("neuron", use, strict=True)
+
+
+def test_gradients_of_small_cpu_tensors() -> None:
+    def use(accelerator: VirtualAccelerator) -> None:
+        device = accelerator.device()
+        for values in torch.ones(1), torch.zeros(4), torch.tensor(2.0):
+            weight = values.clone().requires_grad_()
+            with PipelineFunctionMode({}, HostTransfer(device, {})):
+                product = torch.full((4,), 3.0).to(device) * weight
+                stacked = torch.stack([weight, torch.ones_like(weight).to(device)])
+            torch.autograd.backward([product.sum(), stacked.sum()])
+            assert weight.grad is not None
+            assert weight.grad.tolist() == torch.full_like(values, 12 / values.numel() + 1).tolist()
+            assert copy_or_fill(weight, device).requires_grad
+            with torch.no_grad():
+                assert not copy_or_fill(weight, device).requires_grad
+
+    run_forked("hpu", use)

@@ -112,11 +112,12 @@ def _repeat_interleave(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
 
     The data itself stays on the device.
     """
-    counts = args[1] if len(args) > 1 else kwargs.get("repeats", args[0])
+    counts = args[1] if len(args) > 1 else kwargs["repeats"] if "repeats" in kwargs else args[0]
     if not isinstance(counts, Tensor) or counts.device.type != device_type:
         return func(*args, **kwargs)
-    if len(args) == 1 and "repeats" not in kwargs:  # `repeat_interleave(counts)` returns indices
-        return func(counts.cpu(), **kwargs).to(counts.device)
+    if len(args) + ("repeats" in kwargs) == 1:  # `repeat_interleave(counts)` returns indices
+        options = {name: value for name, value in kwargs.items() if name != "repeats"}
+        return func(counts.cpu(), **options).to(counts.device)
     data, dim = args[0], args[2] if len(args) > 2 else kwargs.get("dim")
     if dim is None:
         data, dim = data.flatten(), 0

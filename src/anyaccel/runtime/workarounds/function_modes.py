@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
 from typing import Any, TypeAlias
 
 import torch
@@ -34,6 +40,8 @@ from anyaccel.upstream.torch_internals import (
     DeviceContext,
     count_dispatch_modes,
     count_function_modes,
+    find_replaced_function,
+    is_own_function,
     pop_function_mode,
     push_function_mode,
     read_function_modes,
@@ -77,11 +85,16 @@ _MAX_SCHEDULE_STEPS = 4096
 _MOVE_FUNCTIONS = (torch.Tensor.to, torch.Tensor.type_as)
 # Functions with handlers that move arguments themselves.
 _HANDLES_DEVICES = {*_MOVE_FUNCTIONS, torch.Tensor.cpu, torch.Tensor.__getitem__, *RANDOM_FUNCTIONS}
+# Types of functions that are implemented in C++, and of the methods that access an attribute.
+_C_FUNCTIONS = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
+# Names of the first parameter of torch functions whose handlers expect it as a positional argument; `torch.where` has
+# both.
+_FIRST_PARAMETERS = ("condition", "input", "tensor")
 
 
-# Python functions of torch, by owner and name, as they were when this module was imported.
+# Python functions of torch, by owner and name. A package that was imported earlier may have replaced some of them.
 _ORIGINALS: dict[Any, dict[str, FunctionType]] = {
-    owner: {name: value for name, value in vars(owner).items() if isinstance(value, FunctionType)}
+    owner: {name: value for name, value in vars(owner).items() if is_own_function(value)}
     for owner in (torch.nn.functional, torch.Tensor)
 }
 _ORIGINAL_FUNCTIONS = {function for functions in _ORIGINALS.values() for function in functions.values()}
@@ -93,12 +106,13 @@ def find_unpatched(func: Any) -> Any:
     `torch.nn.functional.silu` passes the global name `silu` to the mode. If a user has replaced it by a wrapper that
     calls the original one, running the wrapper again would apply its change twice.
     """
-    if isinstance(func, FunctionType) and func not in _ORIGINAL_FUNCTIONS:
-        for owner, functions in _ORIGINALS.items():
-            for name, original in functions.items():
-                if getattr(owner, name) is func:
-                    return original
-    return func
+    if isinstance(func, _C_FUNCTIONS) or func in _ORIGINAL_FUNCTIONS:
+        return func
+    for owner, functions in _ORIGINALS.items():
+        for name, original in functions.items():
+            if getattr(owner, name) is func:
+                return original
+    return func if is_own_function(func) else find_replaced_function(func)
 
 
 class PipelineFunctionMode(TorchFunctionMode):
@@ -114,12 +128,11 @@ class PipelineFunctionMode(TorchFunctionMode):
     ) -> Any:
         """Run one torch function with its handler, if any, moving CPU tensors to the device if needed."""
         kwargs = kwargs or {}
-        func = find_unpatched(func)
-        handler = self.handlers.get(func)
+        func, handler = _find_handler(func, self.handlers)
         if handler is not None:
             if func not in _HANDLES_DEVICES:
                 args, kwargs = self.host_transfer.align_arguments(func, args, kwargs)
-            return handler(func, args, kwargs)
+            return _call_handler(handler, func, args, kwargs)
         if func in _MIXED_DEVICE_FUNCTIONS or getattr(func, "__name__", "") in _ATTRIBUTE_ACCESS:
             return func(*args, **kwargs)
         return self.host_transfer.run(func, args, kwargs)
@@ -139,11 +152,26 @@ class ModelFunctionMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one torch function with its handler, if it has one."""
-        func = find_unpatched(func)
-        handler = self.handlers.get(func)
+        func, handler = _find_handler(func, self.handlers)
         if handler is None:
             return func(*args, **(kwargs or {}))
-        return handler(func, args, kwargs or {})
+        return _call_handler(handler, func, args, kwargs or {})
+
+
+def _find_handler(func: Any, handlers: dict[Any, Handler]) -> tuple[Any, Handler | None]:
+    """Return the function that a mode must run, and its handler."""
+    unpatched = find_unpatched(func)
+    # If the function was patched before this package was imported, the key of its handler is the patch.
+    return unpatched, handlers.get(unpatched) or handlers.get(func)
+
+
+def _call_handler(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a handler, passing the first parameter of the torch function as a positional argument."""
+    if not args:
+        first = next((name for name in _FIRST_PARAMETERS if name in kwargs), None)
+        if first is not None:
+            args, kwargs = (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
+    return handler(func, args, kwargs)
 
 
 def make_host_transfer(plan: Plan, device: torch.device) -> HostTransfer:

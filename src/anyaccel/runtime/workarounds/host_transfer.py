@@ -168,6 +168,8 @@ def copy_or_fill(tensor: torch.Tensor, device: torch.device, copy: CopyFunction 
 
     Filling does not synchronize with the device. A typical uniform tensor is a batch of timesteps.
     """
+    if tensor.requires_grad and torch.is_grad_enabled():  # autograd records `to`, but no fill and no other copy
+        return tensor.to(device)
     # A copy from pageable memory waits for the work in the stream, a fill does not:
     # https://docs.nvidia.com/cuda/cuda-runtime-api/api-sync-behavior.html
     if 0 < tensor.numel() <= _MAX_FILL_ELEMENTS and not tensor.is_complex():

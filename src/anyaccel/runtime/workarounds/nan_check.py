@@ -31,11 +31,12 @@ _LOG = logging.getLogger("anyaccel")
 class OutputCheck:
     """The last output of each model, which is checked for NaN and Inf only after the call.
 
-    For a large output, only the sum is stored.
+    An output that the pipeline has changed in place by then is not checked.
     """
 
     def __init__(self, record_event: RecordEvent | None = None) -> None:
-        self.last_outputs: dict[str, torch.Tensor] = {}
+        self.last_outputs: dict[str, tuple[torch.Tensor, int | None]] = {}
+        """The last output of each model and its version, or the output's sum and None."""
         self.forward_counts: dict[str, int] = {}
         self.last_model = ""
         """The model that ran last."""
@@ -60,9 +61,10 @@ def record_output(name: str, output: Any) -> None:
     check = getattr(_ACTIVE, "check", None)
     tensor = first_floating(output)
     if check is not None and tensor is not None:
-        # The sum of a large output is NaN or Inf if an element is, and does not hold the memory of the output.
-        is_large = tensor.numel() * tensor.element_size() > MAX_KEPT_OUTPUT_BYTES
-        check.last_outputs[name] = tensor.sum(dtype=torch.float32) if is_large else tensor
+        # The sum is NaN or Inf if an element is. It does not hold the memory of a large output, and tensors of inference
+        # mode have no version.
+        sums = tensor.is_inference() or tensor.numel() * tensor.element_size() > MAX_KEPT_OUTPUT_BYTES
+        check.last_outputs[name] = (tensor.sum(dtype=torch.float32), None) if sums else (tensor, tensor._version)
         check.last_model = name
         check.forward_counts[name] = check.forward_counts.get(name, 0) + 1
         if check.record_event is not None:
@@ -71,12 +73,17 @@ def record_output(name: str, output: Any) -> None:
 
 def find_non_finite(check: OutputCheck) -> list[str]:
     """Return the names of models with NaN or Inf in their last output, in the order they first ran."""
-    if not check.last_outputs:
+    outputs = {
+        name: tensor
+        for name, (tensor, version) in check.last_outputs.items()
+        if version is None or tensor._version == version
+    }
+    if not outputs:
         return []
-    flags = [torch.isfinite(tensor).all() for tensor in check.last_outputs.values()]
+    flags = [torch.isfinite(tensor).all() for tensor in outputs.values()]
     # One stacked read: each separate read would be another synchronization.
     is_finite = torch.stack(flags).tolist() if len({flag.device for flag in flags}) == 1 else [bool(f) for f in flags]
-    return [name for name, finite in zip(check.last_outputs, is_finite, strict=True) if not finite]
+    return [name for name, finite in zip(outputs, is_finite, strict=True) if not finite]
 
 
 @contextmanager
