@@ -221,3 +221,29 @@ def test_a_subclass_with_any_signature_gets_positional_arguments() -> None:
         fresh = dict(values, generator=generators()[0] if extra else generators())
         expected = plain(prompt, *sizes, **fresh).images
         numpy.testing.assert_array_equal(pipe(prompt, *sizes, **values).images, expected)
+
+
+def test_placing_does_not_run_the_class_hooks_of_the_user() -> None:
+    registered: list[str] = []
+
+    class Registry(type):
+        def __new__(cls, name: str, bases: Any, content: Any, *, tag: str, **kwargs: Any) -> Any:
+            registered.append(tag)
+            return super().__new__(cls, name, bases, content, **kwargs)
+
+        def __init__(cls, name: str, bases: Any, content: Any, **kwargs: Any) -> None:
+            super().__init__(name, bases, content)
+
+    class Base(diffusers.StableDiffusionPipeline, metaclass=Registry, tag="base"):  # type: ignore[misc]
+        def __init_subclass__(cls, *, label: str, **kwargs: Any) -> None:
+            registered.append(label)
+            super().__init_subclass__(**kwargs)
+
+    class Custom(Base, tag="custom", label="label"):
+        pass
+
+    stock: Any = recipes()["stable-diffusion"].make()
+    pipe: Any = Custom(**stock.components)
+    anyaccel.place(pipe, "cpu", dtype="float32")
+    assert registered == ["base", "custom", "label"]
+    assert isinstance(pipe, Custom)

@@ -68,8 +68,6 @@ _WEIGHT_METHODS = (
     *(f"{verb}_{what}" for verb in ("load", "unload") for what in ("lora_weights", "ip_adapter", "textual_inversion")),
     *(f"{verb}_{what}" for verb in ("fuse", "unfuse") for what in ("lora", "qkv_projections")),
 )
-
-
 _THREAD = threading.local()
 
 
@@ -254,9 +252,7 @@ def _placement_of(pipe: Any) -> Placement:
         pipe, opened, replace(placement_options, dtype=name), Decision(name, "the dtype of the loaded weights")
     )
     attach_placement(pipe, Placement(opened, device, plan, placement_options))
-    attached = find_placement(pipe)
-    assert attached is not None
-    return attached
+    return find_placement(pipe)  # type: ignore[return-value]
 
 
 def make_portable(pipe: Any) -> Any:
@@ -288,7 +284,7 @@ def portable_class(kind: Any) -> type:
     content |= {name: _with_weights(kind, name) for name in _WEIGHT_METHODS if hasattr(kind, name)}
     content |= find_own_methods(kind, first)
     # Not `type(kind)(…)`: a metaclass of the user would register the class or require arguments.
-    return type.__new__(type(kind), kind.__name__, (first, kind), content)
+    return type.__new__(type(kind), kind.__name__, (first, kind), content)  # type: ignore[no-any-return]
 
 
 def _inherit_from_components(pipe: Any, components: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+import diffusers
 import numpy
 import pytest
 import torch
@@ -152,3 +153,20 @@ def test_nan_that_the_user_replaces_is_not_an_error(how: str) -> None:
         pipe.unet.register_forward_hook(lambda module, args, output: (torch.nan_to_num(output[0], nan=0.1),))
     assert numpy.isfinite(pipe(**arguments).images).all()
     assert steps == (list(range(len(pipe.scheduler.timesteps))) if how == "callback" else [])
+
+
+def test_infinity_that_the_pipeline_writes_into_an_output_is_not_an_error() -> None:
+    class Masked(diffusers.StableDiffusionPipeline):  # type: ignore[misc]
+        runs = 0
+
+        def __call__(self, **kwargs: Any) -> Any:
+            Masked.runs += 1
+            logits = self.unet(torch.ones(1, 4, 8, 8), 1, torch.ones(1, 7, self.unet.config.cross_attention_dim)).sample
+            return logits.masked_fill_(torch.eye(8, dtype=torch.bool), float("-inf")).softmax(-1)
+
+    stock: Any = recipes()["stable-diffusion"].make()
+    pipe: Any = Masked(**stock.components)
+    expected = pipe()
+    placed: Any = anyaccel.place(pipe, "cpu", dtype="float32")
+    assert torch.equal(placed(), expected)
+    assert Masked.runs == 2

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from anyaccel.tracing.meta_module import MAX_KEPT_OUTPUT_BYTES, first_floating
+from anyaccel.upstream.torch_internals import read_version
 
 __all__ = [
     "OutputCheck",
@@ -61,10 +62,10 @@ def record_output(name: str, output: Any) -> None:
     check = getattr(_ACTIVE, "check", None)
     tensor = first_floating(output)
     if check is not None and tensor is not None:
-        # The sum is NaN or Inf if an element is. It does not hold the memory of a large output, and tensors of inference
-        # mode have no version.
+        # The sum is NaN or Inf if an element is. It does not hold the memory of a large output, and tensors created in
+        # inference mode have no version.
         sums = tensor.is_inference() or tensor.numel() * tensor.element_size() > MAX_KEPT_OUTPUT_BYTES
-        check.last_outputs[name] = (tensor.sum(dtype=torch.float32), None) if sums else (tensor, tensor._version)
+        check.last_outputs[name] = (tensor.sum(dtype=torch.float32), None) if sums else (tensor, read_version(tensor))
         check.last_model = name
         check.forward_counts[name] = check.forward_counts.get(name, 0) + 1
         if check.record_event is not None:
@@ -76,7 +77,7 @@ def find_non_finite(check: OutputCheck) -> list[str]:
     outputs = {
         name: tensor
         for name, (tensor, version) in check.last_outputs.items()
-        if version is None or tensor._version == version
+        if version is None or read_version(tensor) == version
     }
     if not outputs:
         return []
