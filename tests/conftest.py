@@ -9,6 +9,7 @@ import atexit
 import gc
 import logging
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +33,12 @@ gc.disable()  # until all tests are collected: imports create many objects and f
 # Shells start background jobs with SIGINT ignored, and child processes inherit that. Tests interrupt their children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Tests must not use the user's cache: its outcomes and measurements change plans. Child processes inherit the variable.
+OWN_CACHE = None if "ANYACCEL_CACHE" in os.environ else tempfile.mkdtemp(prefix="anyaccel_cache_")
+if OWN_CACHE is not None:
+    os.environ["ANYACCEL_CACHE"] = OWN_CACHE
+CACHE_OWNER = os.getpid()
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "anyaccel"
@@ -79,6 +86,12 @@ def pytest_configure() -> None:
 
     for module in (torch.autograd, torch.autograd.graph):
         module._engine_run_backward = run_backward_in_fork  # type: ignore[attr-defined]
+
+
+def pytest_unconfigure() -> None:
+    """Delete the cache folder of the tests."""
+    if OWN_CACHE is not None and os.getpid() == CACHE_OWNER:
+        shutil.rmtree(OWN_CACHE, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -142,6 +155,15 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> SharedCache:
     return SharedCache(folder)
 
 
+def inherit_environment() -> dict[str, str]:
+    """Return the environment variables for a new process: without anyaccel's, except the cache folder of the tests."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("ANYACCEL_") or name == "ANYACCEL_CACHE"
+    }
+
+
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -150,10 +172,9 @@ def run_cli() -> RunCli:
     """Run the command line in a new process, as a user does."""
 
     def run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("ANYACCEL_")}
         return subprocess.run(
             [sys.executable, "-m", "anyaccel", *arguments],
-            env=inherited | environment,
+            env=inherit_environment() | environment,
             capture_output=True,
             text=True,
             check=False,
@@ -234,9 +255,9 @@ def _run_here(
         for descriptor, file in enumerate(files):
             os.dup2(file, descriptor)
         sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
-        for name in [name for name in os.environ if name.startswith("ANYACCEL_")]:
-            del os.environ[name]
-        os.environ.update(environment)
+        inherited = inherit_environment()
+        os.environ.clear()
+        os.environ.update({**inherited, **environment})
         sys.argv = arguments
         logging.getLogger().handlers.clear()  # added by pytest
         atexit._clear()  # exit handlers of the pytest process

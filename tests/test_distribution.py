@@ -1,7 +1,6 @@
 """The wheel and the sdist: their files and metadata, and an installed wheel that runs from an empty folder."""
 
 import json
-import os
 import subprocess
 import sys
 import tarfile
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, SOURCE
+from tests.conftest import ROOT, SOURCE, inherit_environment
 
 pytestmark = pytest.mark.long
 
@@ -92,7 +91,7 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_installed(site: Path, cwd: Path, *arguments: str) -> tuple[str, list[str]]:
     """Return the output of the installed command, and the files of the anyaccel modules that it loaded."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ANYACCEL_")}
+    environment = inherit_environment()
     done = subprocess.run(
         [sys.executable, "-c", RUN_AND_LIST_MODULES, *arguments],
         env=environment | {"PYTHONPATH": str(site)},

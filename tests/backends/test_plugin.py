@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, inherit_environment
 
 
 def install(folder: Path, target: Path) -> None:
@@ -24,7 +24,7 @@ def install(folder: Path, target: Path) -> None:
 
 
 def devices(site: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ANYACCEL_")}
+    environment = inherit_environment()
     return subprocess.run(
         [sys.executable, "-m", "anyaccel", "devices", *arguments],
         env=environment | {"PYTHONPATH": str(site)},

@@ -1,7 +1,6 @@
 """Activation of a virtual accelerator by the context manager or by an environment variable."""
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -16,13 +15,13 @@ from anyaccel.emulator.autoload import autoload
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import LimitError, LimitTypeError, UnknownDeviceError, UsageError, VirtualDeviceError
 from anyaccel.units import parse_size
-from tests.conftest import RunCli, run_in_fork
+from tests.conftest import RunCli, inherit_environment, run_in_fork
 
 DEVICES = ["mps", "hpu", "neuron", "npu", "xpu", "mlu"]
 
 
 def run_program(code: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("ANYACCEL_")}
+    inherited = inherit_environment()
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
         env=inherited | environment,

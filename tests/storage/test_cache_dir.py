@@ -14,6 +14,7 @@ from anyaccel.storage.cache_dir import (
     store_fact,
     warn_not_cached,
 )
+from tests.conftest import RunCli, run_in_fork
 
 
 def test_environment_variable_overrides_the_user_cache_directory(
@@ -59,3 +60,11 @@ def test_unwritable_directory_warns_once(
         warn_not_cached("the disk is full")
         warn_not_cached("the disk is full")
     assert caplog.text.count("the disk is full") == 1
+
+
+def test_the_tests_do_not_use_the_cache_of_the_user(run_cli_forked: RunCli) -> None:
+    assert find_cache_folder() != Path.home() / ".cache" / "anyaccel"
+    done = run_cli_forked("cache", "list", "--json")
+    assert str(Path.home() / ".cache" / "anyaccel") not in done.stdout + done.stderr
+    folder = run_in_fork(lambda: print(find_cache_folder()), ["python"], {}).stdout.strip()
+    assert folder == str(find_cache_folder())

@@ -14,7 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy
 import torch
@@ -95,6 +95,12 @@ def sweep_capacities(name: str, device: str, shrink: float = SHRINK) -> Iterator
         capacity = int(capacity * shrink)
 
 
+def raise_from_device(error: Exception) -> NoReturn:
+    """Raise an error as an operation of torch does: not by a `raise` statement in code of the user."""
+    exec("raise error", {"__name__": torch.__name__, "error": error})
+    raise AssertionError("unreachable")
+
+
 @contextmanager
 def failing_at(number: int, counter: list[int]) -> Iterator[None]:
     """Make one allocation of the device fail, by its number; `counter` receives the number of allocations."""
@@ -106,7 +112,7 @@ def failing_at(number: int, counter: list[int]) -> Iterator[None]:
         if tracked is None or tracked[0]() is None:
             counter[0] += 1
             if counter[0] == number:
-                raise torch.OutOfMemoryError("out of memory, injected")
+                raise_from_device(torch.OutOfMemoryError("out of memory, injected"))
         original(self, tensor, index)
 
     MemoryTracker.add = add  # type: ignore[method-assign]

@@ -8,12 +8,16 @@ import torch
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
-from anyaccel.runtime.placement import checksums
-from anyaccel.runtime.placement.checksums import compute_checksums
+from anyaccel.runtime.placement.checksums import choose_chunk_size
+from anyaccel.runtime.placement.checksums import compute_checksums as compute_in_chunks
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 SHAPES = ((64, 64), (1024,), (7, 3), (2,), (1,), (64, 65))
+
+
+def compute_checksums(tensors: list[torch.Tensor], chunk_size: int = 1000) -> list[list[int]]:
+    return compute_in_chunks(tensors, chunk_size)
 
 
 def _swap_halves(value: torch.Tensor) -> None:
@@ -76,19 +80,22 @@ def test_every_edit_changes_the_checksum_on_a_device(device: str) -> None:
     run_forked(device, run)
 
 
-def test_tensors_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    checksums._make_factors.cache_clear()
-    monkeypatch.setattr(checksums, "_CHUNK_SIZE", 32)
+def test_tensors_of_several_chunks() -> None:
     tensors = [torch.randn(64, 64), torch.randn(3), torch.randn(5, 11, dtype=torch.float64)]
-    before = compute_checksums(tensors)
+    before = compute_checksums(tensors, 32)
     assert [len(sums) for sums in before] == [2 * math.ceil(tensor.nbytes / 2 / 32) for tensor in tensors]
-    for tensor in tensors:
-        _check_edits(tensor)
-    tensors[0][:1], tensors[0][1:2] = tensors[0][1:2].clone(), tensors[0][:1].clone()  # two whole chunks
-    after = compute_checksums(tensors)
+    tensors[0].view(-1)[:32] = tensors[0].view(-1)[:32].view(2, 16).flip(0).flatten()  # swaps two chunks
+    after = compute_checksums(tensors, 32)
+    assert after[0][:2] == before[0][2:4]
+    assert after[0][2:4] == before[0][:2]
     assert after[0] != before[0]
     assert after[1:] == before[1:]
-    checksums._make_factors.cache_clear()
+
+
+def test_checksums_need_little_memory_compared_with_the_model() -> None:
+    for total_bytes in (2**16, 2**20, 2**30, 2**40):
+        bytes_needed = 16 * choose_chunk_size(total_bytes)
+        assert bytes_needed <= min(total_bytes / 16, 2**25)
 
 
 def test_unusual_tensors() -> None:

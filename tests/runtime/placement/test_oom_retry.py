@@ -5,6 +5,7 @@ import logging
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -20,7 +21,15 @@ from anyaccel.planning.options import PlacementOptions
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.placement import memory_plan, oom_history, oom_retry
-from tests.runtime.placement.sweeps import PIPELINES, TOLERANCE, failing_at, inject, measure_full, sweep_capacities
+from tests.runtime.placement.sweeps import (
+    PIPELINES,
+    TOLERANCE,
+    failing_at,
+    inject,
+    measure_full,
+    raise_from_device,
+    sweep_capacities,
+)
 
 pytestmark = pytest.mark.usefixtures("pipelines_imported")
 
@@ -28,6 +37,7 @@ pytestmark = pytest.mark.usefixtures("pipelines_imported")
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ANYACCEL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(oom_history, "_OUTCOMES", {})
 
 
 def check_capacities(name: str, device: str, shrink: float) -> list[dict[str, Any]]:
@@ -124,7 +134,7 @@ def fail_above(model: torch.nn.Module, limit: int) -> list[int]:
     def forward(inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rows.append(len(args[0]))
         if rows[-1] > limit:
-            raise torch.OutOfMemoryError("out of memory, because there are too many rows")
+            raise_from_device(torch.OutOfMemoryError("out of memory, because there are too many rows"))
         return inner(*args, **kwargs)
 
     set_override(model, Slot.CAPTURE, forward)
@@ -194,7 +204,7 @@ def test_a_failed_call_does_not_leak_memory() -> None:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if full:
-                raise torch.OutOfMemoryError("out of memory, always")
+                raise_from_device(torch.OutOfMemoryError("out of memory, always"))
             return original(*args, **kwargs)
 
         type(pipe.unet).forward = forward
@@ -285,6 +295,89 @@ def test_errors_other_than_out_of_memory_are_raised_unchanged() -> None:
 
 
 @pytest.mark.long
+def _fail_in_callback(pipe: Any, error: Exception) -> dict[str, Any]:
+    def fail(*args: Any) -> Any:
+        raise error
+
+    return {"callback_on_step_end": fail}
+
+
+def _fail_in_scheduler(pipe: Any, error: Exception) -> dict[str, Any]:
+    step, calls = pipe.scheduler.step, []
+
+    def fail_at_second_step(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise error
+        return step(*args, **kwargs)
+
+    pipe.scheduler.step = fail_at_second_step
+    return {}
+
+
+def _fail_in_forward(pipe: Any, error: Exception) -> dict[str, Any]:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    pipe.unet.forward = fail
+    return {}
+
+
+def _fail_in_mock(pipe: Any, error: Exception) -> dict[str, Any]:
+    return {"callback_on_step_end": mock.Mock(side_effect=error)}
+
+
+@pytest.mark.parametrize("fail", [_fail_in_callback, _fail_in_scheduler, _fail_in_forward, _fail_in_mock])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("mine"), RuntimeError("CUDA out of memory"), MemoryError("mine")], ids=repr
+)
+@pytest.mark.parametrize("memory", [None, "phase"])
+def test_errors_of_the_user_are_raised_unchanged_and_not_stored(
+    memory: Any, error: Exception, fail: Any, tmp_path: Path
+) -> None:
+    pipe: Any = place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32", memory=memory)
+    call = {"prompt": "a fox", "height": 16, "width": 16, "num_inference_steps": 2, "output_type": "np"}
+    with pytest.raises(type(error)) as caught:
+        pipe(**call, num_images_per_prompt=2, **fail(pipe, error))
+    assert caught.value is error
+    assert not (tmp_path / "cache" / "memory").exists()
+    assert not oom_history._OUTCOMES
+
+
+def test_errors_of_operations_in_code_of_the_user_are_those_of_the_device() -> None:
+    """A callback whose operation runs out of memory is repeated with the next memory settings."""
+    calls: list[int] = []
+
+    def allocate(pipe: Any, step: int, timestep: Any, values: Any) -> dict[str, Any]:
+        calls.append(step)
+        if len(calls) == 2:
+            torch.empty(2**62, dtype=torch.int8)  # "not enough memory: you tried to allocate"
+        return {}
+
+    pipe: Any = place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32")
+    call = {"prompt": "a fox", "height": 16, "width": 16, "num_inference_steps": 2, "output_type": "np"}
+    pipe(**call, num_images_per_prompt=2, callback_on_step_end=allocate)
+    assert calls == [0, 1, 0, 1, 2]  # the scheduler repeats the first step
+    assert oom_history._OUTCOMES
+
+
+def test_the_outcome_of_a_python_memory_error_is_not_stored() -> None:
+    failed: list[int] = []
+
+    def allocate(pipe: Any, step: int, timestep: Any, values: Any) -> dict[str, Any]:
+        if not failed:
+            failed.append(step)
+            numpy.empty(2**62, dtype=numpy.int8)
+        return {}
+
+    pipe: Any = place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32")
+    call = {"prompt": "a fox", "height": 16, "width": 16, "num_inference_steps": 2, "output_type": "np"}
+    pipe(**call, num_images_per_prompt=2, callback_on_step_end=allocate)
+    assert failed
+    assert not oom_history._OUTCOMES
+    assert not oom_history.has_outcome()
+
+
 def test_a_pipeline_changes_from_any_residence_to_another() -> None:
     def use(accelerator: VirtualAccelerator) -> list[float]:
         silence_output()

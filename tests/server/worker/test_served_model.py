@@ -21,6 +21,7 @@ from anyaccel.server.worker.denoise_progress import StepObserver
 from anyaccel.server.worker.job_spec import JobSpec
 from anyaccel.server.worker.model_cache import ModelCache
 from anyaccel.server.worker.served_model import ServedModel, UnsafeContentError
+from tests.runtime.placement.sweeps import raise_from_device
 
 SIZE = 64
 
@@ -109,7 +110,7 @@ def test_a_call_that_runs_out_of_memory_is_repeated_exclusively(model: ServedMod
                 assert lock.changed.wait_for(lambda: lock.holders == 2, timeout=120)
         if len(failures) < 2 or len(sample) > 2:
             failures.append(len(sample))
-            raise torch.OutOfMemoryError("out of memory")
+            raise_from_device(torch.OutOfMemoryError("out of memory"))
         return original_run(sample, *args, **kwargs)
 
     batched.run = run  # type: ignore[method-assign]

@@ -9,26 +9,31 @@ from itertools import islice
 import numpy
 import torch
 
-__all__ = ["compute_checksums"]
+__all__ = ["choose_chunk_size", "compute_checksums"]
 
-# Elements per operation. Products and factors need 16 MiB each. On one H200, the checksums take 8 ms per GB, and the
-# copy to the device takes 76 ms; with half this size, they take 14 ms, because of the number of kernel launches.
-_CHUNK_SIZE = 2**21
+# Elements per operation. Products and factors need 16 MiB each. On one H200, checksums take 8 ms per GB, and the copy
+# to the device takes 76 ms; with half this size, they take 14 ms, because of the number of kernel launches.
+_MAX_CHUNK_SIZE = 2**21
+_MIN_CHUNK_SIZE = 64
 
 
-def compute_checksums(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+def choose_chunk_size(total_bytes: int) -> int:
+    """Return the number of elements per operation with which the checksums of a model need 1/16 of its memory."""
+    return min(_MAX_CHUNK_SIZE, max(_MIN_CHUNK_SIZE, total_bytes // 256))
+
+
+def compute_checksums(tensors: Sequence[torch.Tensor], chunk_size: int) -> list[list[int]]:
     """Return two checksums for each chunk of each tensor.
 
     A checksum is the sum of the tensor's 16-bit words, each multiplied by a pseudo-random odd number that depends on
     its position, modulo 2**32. It also changes with permutations, and if the same number is added to all words.
     """
-    size = min(max((tensor.nbytes for tensor in tensors), default=0), _CHUNK_SIZE)
     factors: dict[torch.device, torch.Tensor] = {}
     sums, counts = [], []
     for tensor in tensors:
         if tensor.device not in factors:
-            factors[tensor.device] = _make_factors()[:, :size].to(tensor.device)
-        chunks = _view_words(tensor).split(_CHUNK_SIZE)
+            factors[tensor.device] = _make_factors()[:, :chunk_size].to(tensor.device)
+        chunks = _view_words(tensor).split(chunk_size)
         counts.append(len(chunks))
         for chunk in chunks:
             products = chunk * factors[tensor.device][:, : chunk.numel()]
@@ -51,5 +56,5 @@ def _view_words(tensor: torch.Tensor) -> torch.Tensor:
 def _make_factors() -> torch.Tensor:
     # NumPy's generator, because function modes can replace torch's random functions.
     generator = numpy.random.default_rng(0)
-    factors = generator.integers(-(2**31), 2**31, (2, _CHUNK_SIZE), dtype=numpy.int32)
+    factors = generator.integers(-(2**31), 2**31, (2, _MAX_CHUNK_SIZE), dtype=numpy.int32)
     return torch.from_numpy(factors | 1)

@@ -16,7 +16,7 @@ from accelerate.hooks import ModelHook
 
 from anyaccel.backends.device_type_checks import is_host
 from anyaccel.forward_overrides import Override
-from anyaccel.runtime.placement.checksums import compute_checksums
+from anyaccel.runtime.placement.checksums import choose_chunk_size, compute_checksums
 from anyaccel.upstream.accelerate_internals import find_hook
 from anyaccel.upstream.torch_internals import read_version
 
@@ -112,6 +112,7 @@ class _LoadedModel:
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model, self._device = weakref.ref(model), device
         self._moved: list[_MovedTensor] = []
+        self._chunk_size = choose_chunk_size(sum(tensor.nbytes for tensor in self._list_tensors()))
         self._quantized = [module for module in model.modules() if _is_quantized(module)]
         """Layers that move as a whole, because their weights have data in addition to `.data`."""
 
@@ -129,14 +130,14 @@ class _LoadedModel:
                 self._moved.append(_MovedTensor(tensor, host, moved.data_ptr(), 0, []))
                 _set_data(tensor, moved)
             entries = self._moved[first:]
-            for entry, sums in zip(entries, _compute_sums(entries), strict=True):
+            for entry, sums in zip(entries, self._compute_sums(entries), strict=True):
                 entry.version, entry.sums = read_version(entry.tensor), sums
 
     def release(self) -> None:
         """Restore the CPU tensors, after copying values that were changed on the device to them."""
         with torch.inference_mode(False), torch.no_grad():
             entries = [entry for entry in self._moved if not is_host(entry.tensor.device)]
-            for entry, sums in zip(entries, _compute_sums(entries), strict=True):
+            for entry, sums in zip(entries, self._compute_sums(entries), strict=True):
                 _restore(entry, sums)
             for module in self._quantized:
                 module.to("cpu")
@@ -145,6 +146,9 @@ class _LoadedModel:
                 if not is_host(tensor.device):
                     _set_data(tensor, tensor.data.to("cpu"))
             self._moved = []
+
+    def _compute_sums(self, entries: list[_MovedTensor]) -> list[list[int]]:
+        return compute_checksums([entry.tensor for entry in entries], self._chunk_size)
 
     def _list_tensors(self) -> Iterator[torch.Tensor]:
         model = self._model()
@@ -178,7 +182,3 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     tensor.data = value
     if grad is not None:
         tensor.grad = grad.to(value.device)
-
-
-def _compute_sums(entries: list[_MovedTensor]) -> list[list[int]]:
-    return compute_checksums([entry.tensor for entry in entries])

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from opcode import opmap
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from anyaccel.runtime.placement.oom_history import has_outcome, load_outcome, sa
 from anyaccel.runtime.placement.row_split import find_split_obstacle
 from anyaccel.runtime.placement_state import Placement, find_placement, record_placed_models
 from anyaccel.runtime.speed.apply_speedups import forget_captured_graphs, remove_speedups
+from anyaccel.runtime.speed.module_fingerprint import is_trusted
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 from anyaccel.runtime.workarounds.model_inputs import set_input_adapters
 from anyaccel.tracing.footprint_measurement import set_vae_tiling
@@ -62,7 +64,7 @@ def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, run
     """Run a request with its memory settings, and return the result.
 
     After an out-of-memory error, run it again with the next memory settings. Raise `DoesNotFitError` if no
-    settings remain.
+    settings remain. Errors that the user's own code raises are not changed.
     """
     _stream_new_weights(pipe, placement)
     before = placement.memory_rule
@@ -71,7 +73,7 @@ def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, run
         # No retries: if only one rank retried, the others would wait for it in a collective.
         rules = [next((rule for rule in rules if rule.residence == placement.residence), rules[0])]
     chosen = _choose_rule(pipe, placement, request, rules)
-    message = ""
+    message, is_from_device = "", True
     start = rules.index(chosen.decision.value) if chosen.decision.value in rules else 0
     for attempt, rule in enumerate(_skip_useless_splits(pipe, placement, rules[start:])):
         reason = f"a faster memory mode ran out of memory: {message}" if attempt else chosen.decision.reason
@@ -82,15 +84,18 @@ def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, run
             if rule.residence != "resident":
                 end_phase(pipe)
         except BaseException as error:
-            if not is_out_of_memory(error):
+            if not is_out_of_memory(error) or _is_raised_by_user(error, placement):
                 _offload_after_failure(pipe, placement)
                 raise
             message = first_line(error)
+            # Python's own error is about the memory of this process, which other processes do not share.
+            is_from_device = is_from_device and not isinstance(error, MemoryError)
             clear_traceback_frames(error)
         else:
             if attempt:
                 placement.call_plans[shape_of(request)] = CallPlan(decision)
-                save_outcome(_outcome_key(pipe, placement, request), rule, find_capacity(pipe, placement))
+                if is_from_device:
+                    save_outcome(_outcome_key(pipe, placement, request), rule, find_capacity(pipe, placement))
             return result
         # Outside of the except block: while it is active, the exception keeps the frames of the call alive.
         forget_captured_graphs(pipe)
@@ -100,6 +105,22 @@ def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, run
         _LOG.warning("anyaccel: out of memory with %s at %s; trying the next memory mode", rule, shape_of(request))
     _restore(pipe, placement, before)
     raise make_does_not_fit_error(pipe, placement, request, f"every memory mode ran out of memory: {message}")
+
+
+def _is_raised_by_user(error: BaseException, placement: Placement) -> bool:
+    """Return whether a `raise` statement outside of torch, diffusers and the vendor's libraries raised an error."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next
+    if frames is None:
+        return False
+    source = str(frames.tb_frame.f_globals.get("__name__"))
+    vendor_libraries = {module.partition(".")[0] for module in placement.opened.sheet.modules} | {"triton"}
+    if is_trusted(source) or source.partition(".")[0] in vendor_libraries:
+        return False
+    # The innermost frame is that of the user's code also if an operation of torch in it fails, because operations have
+    # no frames. Only the instruction tells which of them raised the error.
+    return frames.tb_frame.f_code.co_code[frames.tb_lasti] == opmap["RAISE_VARARGS"]
 
 
 def _skip_useless_splits(pipe: Any, placement: Placement, rules: list[MemoryRule]) -> Iterator[MemoryRule]:
