@@ -20,7 +20,7 @@ from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.placement_state import find_placement, set_placement
 from anyaccel.runtime.workarounds.side_stream_copy import SideStreamCopy
-from anyaccel.server.batching.shared_pipeline import light_copy
+from anyaccel.server.batching.pipeline_copy import light_copy
 
 DEVICE, RECIPE, SIDE = "hpu", "stable-diffusion", 8
 pytestmark = pytest.mark.usefixtures("pipelines_imported")

@@ -9,7 +9,7 @@ import torch
 
 from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import place
-from anyaccel.server.batching.shared_pipeline import light_copy
+from anyaccel.server.batching.pipeline_copy import light_copy
 from anyaccel.server.worker.denoise_progress import StepObserver, estimate_clean, observing_steps
 
 SCHEDULERS: list[tuple[str, dict[str, Any]]] = [

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from anyaccel.backends.device_type_checks import is_host
 from anyaccel.forward_overrides import Slot, get_override, remove_override, set_override
-from anyaccel.runtime.introspection import find_components, find_models, plain_class
-from anyaccel.runtime.placement_state import Placement, find_placement, set_placement
+from anyaccel.runtime.introspection import find_models
+from anyaccel.runtime.placement_state import Placement, find_placement
 from anyaccel.runtime.speed.graph_capture import GraphCapture
 from anyaccel.runtime.speed.module_fingerprint import ModuleFingerprint
 from anyaccel.runtime.workarounds.nan_check import RecordEvent
 from anyaccel.server.batching.batched_args import CallArgs
 from anyaccel.server.batching.batched_forward import BatchedForward
+from anyaccel.server.batching.pipeline_copy import light_copy, must_run_alone
 from anyaccel.server.batching.step_batcher import StepBatcher
 from anyaccel.server.batching.turns import Turns
-from anyaccel.upstream.diffusers_internals import changes_models
 
 __all__ = ["SharedPipeline"]
 
@@ -34,12 +31,12 @@ class SharedPipeline:
     """Wrapper that lets several threads call one pipeline at the same time.
 
     Concurrent calls to a model are batched if its batched and unbatched results match. Calls of a pipeline that
-    changes its models during a call run one after another.
+    changes its models during a call, or an attribute that cannot be copied, run one after another.
     """
 
     def __init__(self, pipe: Any, *, max_calls: int = _DEFAULT_MAX_CALLS, max_wait_s: float | None = None) -> None:
         self.pipe = pipe
-        self.serial = changes_models(plain_class(pipe))
+        self.serial = must_run_alone(light_copy(pipe))
         """Whether calls run one after another."""
         self._turns = Turns()
         placement = find_placement(pipe)
@@ -56,8 +53,10 @@ class SharedPipeline:
         """
         # diffusers sets the scale of adapters on the models themselves (utils/peft_utils.py, `scale_lora_layers`).
         scales_adapters = any(name.endswith("attention_kwargs") and value for name, value in call.items())
-        with self._turns.take(alone=self.serial or scales_adapters), self.batcher.participating():
-            return (light_copy(self.pipe) if pipe_copy is None else pipe_copy)(**call)
+        pipe_copy = light_copy(self.pipe) if pipe_copy is None else pipe_copy
+        alone = self.serial or scales_adapters or must_run_alone(pipe_copy)
+        with self._turns.take(alone=alone), self.batcher.participating():
+            return pipe_copy(**call)
 
     def warm_up(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, bool]:
         """Enable batching for each model if its batched and unbatched results match.
@@ -150,29 +149,3 @@ def _batchable_modules(pipe: Any) -> Iterator[tuple[str, torch.nn.Module]]:
             yield f"{name}.decoder", decoder
         elif not hasattr(model, "generate"):  # a language model calls itself once per generated token
             yield name, model
-
-
-def light_copy(pipe: Any) -> Any:
-    """Return a copy of a pipeline that shares its models' layers but has its own schedulers and tokenizers.
-
-    The copy also has its own placement state, so that it can run at the same time as other copies.
-    """
-    # Schedulers and tokenizers are not thread-safe: https://github.com/huggingface/diffusers/issues/3672 and
-    # https://github.com/huggingface/diffusers/issues/9362
-    pipe_copy = object.__new__(type(pipe))
-    vars(pipe_copy).update(vars(pipe))
-    for name, component in find_components(pipe).items():
-        if not isinstance(component, torch.nn.Module):
-            vars(pipe_copy)[name] = copy.deepcopy(component)
-        elif hasattr(component, "clear_cache"):
-            # The VAEs of Wan and Qwen-Image keep features of earlier frames in attributes. A shallow copy has its own
-            # attributes and the same layers.
-            vars(pipe_copy)[name] = copy.copy(component)
-    placement = find_placement(pipe)
-    if placement is not None:
-        set_placement(pipe_copy, _copy_placement(placement))
-    return pipe_copy
-
-
-def _copy_placement(placement: Placement) -> Placement:
-    return replace(placement, lock=threading.RLock(), running=False, shared=True)

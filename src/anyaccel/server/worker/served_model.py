@@ -28,7 +28,8 @@ from anyaccel.runtime.placement.memory_plan import find_default_side, list_call_
 from anyaccel.runtime.placement.oom_retry import apply_rule, clear_traceback_frames
 from anyaccel.runtime.placement_state import find_placement
 from anyaccel.server.batching.adapter_lock import AdapterLock
-from anyaccel.server.batching.shared_pipeline import SharedPipeline, light_copy
+from anyaccel.server.batching.pipeline_copy import light_copy
+from anyaccel.server.batching.shared_pipeline import SharedPipeline
 from anyaccel.server.settings import ServedName, ServerSettings, compute_max_in_flight
 from anyaccel.server.worker.denoise_progress import StepObserver, observing_steps
 from anyaccel.server.worker.job_spec import JobSpec, Task
