@@ -188,7 +188,9 @@ def draw_all(device: torch.device | str, mode: Any) -> dict[str, list[Tensor]]:
 def make_modes(accelerator: VirtualAccelerator) -> list[Any]:
     sheet = open_device(accelerator.name).sheet
     plan = make_plan(sheet, PipelineFacts(pipeline="Test"), PlacementOptions(), device=accelerator.name)
-    makers = [make_pipeline_function_mode, make_model_function_mode][: 1 + ("noise" in plan.workarounds.value)]
+    makers: list[Any] = [make_pipeline_function_mode, make_model_function_mode][
+        : 1 + ("noise" in plan.workarounds.value)
+    ]
     return [make(plan, accelerator.device()) for make in makers]
 
 

@@ -177,7 +177,8 @@ class _CpuDrawing:
         template, *bounds = args if args else (kwargs["input"],)
         bounds += [kwargs[name] for name in ("low", "high") if name in kwargs]
         target, generator = torch.device(kwargs.get("device") or template.device), kwargs.get("generator")
-        dtype, fill = kwargs.get("dtype") or template.dtype, LIKE[func]
+        dtype = kwargs.get("dtype") or template.dtype
+        fill: Any = LIKE[func]
         options: dict[str, Any] = {"device": self._choose_device(generator, target)}
         if kwargs.get("memory_format") is not None:
             options["memory_format"] = kwargs["memory_format"]
@@ -185,7 +186,8 @@ class _CpuDrawing:
 
         # `randn_like` accepts a generator only in recent versions of torch.
         def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-            return fill(torch.empty_like(layout, **options), *bounds, generator=generator)
+            drawn: Tensor = fill(torch.empty_like(layout, **options), *bounds, generator=generator)
+            return drawn
 
         drawn = _current_source().draw(func.__name__, draw, tuple(template.shape), generator)
         return self._finish(drawn, dtype, target, kwargs)
@@ -222,11 +224,10 @@ class _CpuDrawing:
         )
         options = {name: value for name, value in kwargs.items() if name not in _PLACEMENT_OPTIONS}
         tensors = [value for value in (*values, *options.values()) if isinstance(value, Tensor)]
-        out, dtype = kwargs.get("out"), kwargs.get("dtype")
+        out, dtype = kwargs.get("out"), kwargs.get("dtype") or torch.get_default_dtype()
         devices = [tensor.device for tensor in (tensors if out is None else [out])]
         if not devices:  # `torch.normal(0.0, 1.0, size)`
             devices = [torch.device(kwargs.get("device") or torch.get_default_device())]
-            dtype = dtype or torch.get_default_dtype()
         target = next((device for device in devices if not is_host(device)), devices[0])
         device = self._choose_device(generator, target)
         values = [_move(value, device) for value in values]
@@ -244,7 +245,7 @@ class _CpuDrawing:
             return drawn
 
         drawn = _current_source().draw(func.__name__, draw, shape, generator)
-        return self._finish(drawn, dtype or drawn.dtype, target, kwargs)
+        return self._finish(drawn, drawn.dtype if tensors else dtype, target, kwargs)
 
 
 def _move(value: Any, device: torch.device) -> Any:
