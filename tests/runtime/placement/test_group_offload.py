@@ -214,6 +214,38 @@ def test_new_parameters_are_detected() -> None:
     assert not is_streamed(model)
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_layers_that_a_callback_adds_are_streamed_from_the_next_step(streams: bool) -> None:
+    peft = pytest.importorskip("peft")
+
+    def add_lora(pipe: Any, step: int, timestep: Any, values: Any) -> dict[str, Any]:
+        if step == 0:
+            pipe.unet.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_v"]), "late")
+            for name, weight in pipe.unet.named_parameters():
+                if "lora" in name:
+                    weight.data.fill_(0.05)
+        return {}
+
+    def call(pipe: Any) -> list[Any]:
+        arguments = {"prompt": "a fox", "height": 16, "width": 16, "num_inference_steps": 2, "output_type": "np"}
+        return [
+            pipe(**arguments, generator=torch.Generator().manual_seed(3), **options).images
+            for options in ({}, {"callback_on_step_end": add_lora}, {})
+        ]
+
+    def use() -> Any:
+        pipe = place(recipes()["stable-diffusion"].make(), "hpu", dtype="float32", memory="layer")
+        images = call(pipe)
+        return images, {weight.device.type for weight in pipe.unet.parameters()}
+
+    expected = call(recipes()["stable-diffusion"].make())
+    images, devices = on_hpu(use, streams=streams)
+    assert devices == {"cpu"}
+    assert difference(expected[0], expected[1]) > TOLERANCE
+    for image, stock in zip(images, expected, strict=True):
+        assert difference(image, stock) < TOLERANCE
+
+
 def test_stop_streaming_does_not_remove_other_hooks() -> None:
     class DoublingHook(ModelHook):
         def post_forward(self, module: torch.nn.Module, output: torch.Tensor) -> torch.Tensor:

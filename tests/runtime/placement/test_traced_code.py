@@ -36,7 +36,7 @@ class NumpyNoise(diffusers.StableDiffusionPipeline):
         self, batch, channels, height, width, dtype, device, generator, latents=None
     ):
         self.history = [*getattr(self, "history", []), random.random()]
-        scale = self.vae_scale_factor
+        scale = self.vae_scale_factor  # type: ignore[attr-defined]
         return torch.from_numpy(numpy.random.randn(batch, channels, height // scale, width // scale)).to(device, dtype)
 
 
@@ -47,11 +47,14 @@ class CountingScheduler(diffusers.DDIMScheduler):
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         type(self).steps += 1
-        return super().step(*args, **kwargs)
+        return super().step(*args, **kwargs)  # type: ignore[misc]
 
 
 class CountingProcessor(AttnProcessor2_0):
     """An attention processor of the user."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
 
 class Tokenizer:
@@ -76,8 +79,9 @@ def _decorate(pipe: Any) -> None:
     pipe.encode_prompt = torch.no_grad()(lambda *args, **kwargs: None)
 
 
-def _replace_scheduler(pipe: Any) -> None:
-    pipe.scheduler = CountingScheduler.from_config(pipe.scheduler.config)
+def _replace_scheduler(pipe: Any, kind: Any) -> Any:
+    pipe.scheduler = kind.from_config(pipe.scheduler.config)
+    return pipe.scheduler
 
 
 Edit = Callable[[Any, pytest.MonkeyPatch], Any]
@@ -86,11 +90,11 @@ EDITS: dict[str, Edit] = {
     "StableDiffusionPipeline.encode_prompt ": lambda pipe, patch: _decorate(pipe),
     "AutoencoderKL.decode": lambda pipe, patch: setattr(pipe.vae, "decode", functools.partial(lambda z: z)),
     "DDIMScheduler.step": lambda pipe, patch: setattr(
-        setattr(pipe, "scheduler", diffusers.DDIMScheduler()) or pipe.scheduler, "step", lambda: None
+        _replace_scheduler(pipe, diffusers.DDIMScheduler), "step", lambda: None
     ),
     "StableDiffusionPipeline.tokenizer": lambda pipe, patch: setattr(pipe, "tokenizer", Tokenizer()),
     "Attention.processor": lambda pipe, patch: pipe.unet.set_attn_processor(CountingProcessor()),
-    "StableDiffusionPipeline.scheduler": lambda pipe, patch: _replace_scheduler(pipe),
+    "StableDiffusionPipeline.scheduler": lambda pipe, patch: _replace_scheduler(pipe, CountingScheduler),
     "a patched StableDiffusionPipeline.encode_prompt": lambda pipe, patch: _patch_class(
         patch, diffusers.StableDiffusionPipeline, "encode_prompt"
     ),
@@ -110,7 +114,7 @@ EDITS: dict[str, Edit] = {
 
 
 def make() -> Any:
-    pipe = recipes()["stable-diffusion"].make()
+    pipe: Any = recipes()["stable-diffusion"].make()
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -151,8 +155,11 @@ def test_a_global_hook_is_user_code(stock: Any) -> None:
 
 def test_a_pipeline_class_of_the_user_is_not_traced() -> None:
     results = []
-    for place in (lambda pipe: pipe, lambda pipe: anyaccel.place(pipe, "cpu", dtype="float32", memory="phase")):
-        pipe = place(NumpyNoise(**make().components, requires_safety_checker=False))
+    kind: Any = NumpyNoise
+    for is_placed in (False, True):
+        pipe: Any = kind(**make().components, requires_safety_checker=False)
+        if is_placed:
+            pipe = anyaccel.place(pipe, "cpu", dtype="float32", memory="phase")
         pipe.set_progress_bar_config(disable=True)
         numpy.random.seed(3)
         random.seed(3)

@@ -7,6 +7,8 @@ memory. There, the weights are mapped from files (`mapped_weights`).
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from accelerate.hooks import remove_hook_from_module
 
 from anyaccel.backends.device import OpenDevice, open_device
 from anyaccel.backends.device_type_checks import is_host
-from anyaccel.forward_overrides import Slot, remove_override, set_override
+from anyaccel.forward_overrides import Override, Slot, refresh_overrides, remove_override, run_beneath, set_override
 from anyaccel.planning.memory import Residence
 from anyaccel.runtime.introspection import find_models, read_facts
 from anyaccel.runtime.placement.group_offload import (
@@ -65,6 +67,23 @@ def _stream(pipe: Any, device: torch.device, *, use_stream: bool) -> None:
             model.to(device)
         else:
             start_streaming(model, device, use_stream=use_stream, pin=pin)
+            set_override(model, Slot.WEIGHTS, _make_streaming_override(model, device, use_stream=use_stream, pin=pin))
+
+
+def _make_streaming_override(model: torch.nn.Module, device: torch.device, *, use_stream: bool, pin: bool) -> Override:
+    """Return a forward override that streams layers which a callback added, such as those of a LoRA."""
+    reference = weakref.ref(model)  # the model references the override
+
+    def stream_new_layers(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = reference()
+        if module is None or not has_unstreamed_layers(module):
+            return forward(*args, **kwargs)
+        with torch.no_grad():
+            start_streaming(module, device, use_stream=use_stream, pin=pin)
+        refresh_overrides(module)
+        return run_beneath(module, Slot.WEIGHTS, args, kwargs)  # `forward` belongs to the removed hooks
+
+    return stream_new_layers
 
 
 def _offload_models(pipe: Any, device: torch.device, residence: Residence) -> None:
