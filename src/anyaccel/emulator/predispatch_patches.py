@@ -134,8 +134,10 @@ def _swap_referenced(swap: Callable[..., None]) -> Callable[..., None]:
         try:
             swap(t1, t2)
         except RuntimeError as error:
-            # Raised before any change to the tensors.
-            if "use_count" not in str(error) or not (isinstance(t1, VirtualTensor) or isinstance(t2, VirtualTensor)):
+            # Raised before any change to the tensors. torch asks for the gradient edge of a referenced tensor, which
+            # fails for a tensor that does not require a gradient.
+            is_referenced = "use_count" in str(error) or "gradient edge" in str(error)
+            if not is_referenced or not (isinstance(t1, VirtualTensor) or isinstance(t2, VirtualTensor)):
                 raise
             swap_referenced_tensors(t1, t2)
 

@@ -85,6 +85,44 @@ def test_gradients_move_with_the_weights() -> None:
     on_device(use)
 
 
+def test_backward_through_several_models() -> None:
+    """While gradients are enabled, a model does not replace another one that ran with gradients."""
+
+    def use(loader: ModelLoader) -> None:
+        first, second = torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.Linear(4, 4)
+        expected = first.weight.T @ second.weight.sum(0)
+        inputs = torch.ones(4, device=DEVICE, requires_grad=True)
+        with torch.enable_grad():
+            loader.load("first", first)
+            hidden = first(inputs)
+            loader.load("second", second)
+            assert (list_devices(first), list_devices(second)) == ({"mps"}, {"mps"})
+            torch.autograd.backward(second(hidden).sum())
+        assert inputs.grad is not None
+        torch.testing.assert_close(inputs.grad.cpu(), expected)
+        assert second.weight.grad is not None
+        loader.load("second", second)
+        assert (list_devices(first), list_devices(second)) == ({"cpu"}, {"mps"})
+        loader.release_all()
+        assert second.weight.grad.device.type == "cpu"
+
+    on_device(use)
+
+
+def test_a_model_moves_while_a_graph_refers_to_its_buffer() -> None:
+    def use(loader: ModelLoader) -> None:
+        model = torch.nn.Module()
+        model.register_buffer("scale", torch.ones(4))
+        with torch.enable_grad():
+            loader.load("model", model)
+            output = torch.ones(4, device=DEVICE, requires_grad=True) * model.scale
+        loader.release_all()
+        assert list_devices(model) == {"cpu"}
+        assert output.requires_grad
+
+    on_device(use)
+
+
 def test_weights_of_functional_call_are_used_and_returned() -> None:
     def use(loader: ModelLoader) -> None:
         model = torch.nn.Linear(2, 2, bias=False)

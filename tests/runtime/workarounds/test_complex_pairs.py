@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -323,3 +324,93 @@ def test_real_device_tensor_times_complex_scalar() -> None:
             return isinstance(torch.ones(2, device=accelerator.device()) * 1j, ComplexPair)
 
     assert run_forked("hpu", use, strict=True)
+
+
+def _assign_parts(z: Tensor) -> None:
+    z.real = z.real * 0.5
+    z.imag = 2.0 * torch.ones_like(z.imag)
+
+
+# In-place changes of a tensor, also through its views.
+EDITS: dict[str, Any] = {
+    "real": lambda z: z.real.mul_(0.5),
+    "imag": lambda z: torch.imag(z).add_(0.1),
+    "both": lambda z: (torch.real(z).zero_(), z.imag.neg_()),
+    "parts of a view": lambda z: z[0].real.mul_(3),
+    "an element": lambda z: z.real.__setitem__((0, 1), 5.0),
+    "assigned parts": _assign_parts,
+    "view_as_real": lambda z: torch.view_as_real(z)[..., 0].mul_(0.5),
+    "view_as_real twice": lambda z: (torch.view_as_real(z).mul_(0.5), torch.view_as_real(z).add_(1), z.real.neg_()),
+}
+# Complex tensors that are made from a real tensor, which is returned too: it must change in the same cases.
+SOURCES: dict[str, Any] = {
+    "transform": lambda x: torch.fft.fft(x),
+    "view_as_complex": lambda x: torch.view_as_complex(x.reshape(2, 2, 2)),
+    "complex": lambda x: torch.complex(x, x.flip(0)),
+    "complex by name": lambda x: torch.complex(imag=x, real=x),
+    "cast": lambda x: x.to(torch.complex64),
+    "product": lambda x: torch.fft.fft(x) * 2j,
+    "copy": lambda x: torch.fft.fft(x).clone(),
+    "physical conjugate": lambda x: torch.conj_physical(torch.fft.fft(x)),
+    "view": lambda x: torch.fft.fft(x).t()[1:],
+}
+
+
+def edit(source: str, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    values = x.clone()
+    z = SOURCES[source](values)
+    EDITS[name](z)
+    return (z * 1).cpu(), values.cpu()
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+def test_in_place_changes_through_views(inference: bool) -> None:
+    """A pair changes like a complex tensor, or its next use raises."""
+    x = torch.linspace(-1, 2, 8).reshape(2, 4)
+
+    def use(accelerator: VirtualAccelerator) -> set[tuple[str, str]]:
+        raised = set()
+        for source in SOURCES:
+            for name in EDITS:
+                with torch.inference_mode(inference), torch.no_grad():
+                    expected = edit(source, name, x)
+                    with make_mode(accelerator):
+                        try:
+                            actual = edit(source, name, x.to(accelerator.device()))
+                        except LimitError:
+                            raised.add((source, name))
+                            continue
+                torch.testing.assert_close(actual, expected, msg=f"{source}, {name}")
+        return raised
+
+    views = {"view_as_real", "view_as_real twice"}
+    separate = set(SOURCES) - {"transform", "view_as_complex"}
+    assert run_forked("hpu", use) == {(source, name) for source in separate for name in views}
+
+
+def test_an_unchanged_copy_does_not_raise() -> None:
+    pair = ComplexPair(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 4.0]))
+    view = pair[1:]
+    copy = torch.view_as_real(view)
+    assert (copy * 2).tolist() == [[6.0, 8.0]]
+    assert pair.real.tolist() == [1.0, 3.0]
+    copy[..., 1].zero_()
+    with pytest.raises(LimitError, match="view_as_real") as caught:
+        pair * 2
+    assert "tensor.real" in caught.value.hint
+
+
+def test_gradients_through_changed_parts() -> None:
+    def use() -> None:
+        gradients = []
+        for mode in nullcontext(), ModelFunctionMode(make_handlers(torch.device("cpu"), {})):
+            x = torch.linspace(-1, 2, 8).reshape(4, 2).requires_grad_()
+            with mode:
+                z = torch.view_as_complex(x * 1)
+                z.real.mul_(0.5)
+                torch.view_as_real(z)[..., 1].mul_(3)
+                torch.autograd.backward((z * z).abs().sum())
+            gradients.append(x.grad)
+        torch.testing.assert_close(gradients[0], gradients[1])
+
+    call_in_fork(use)

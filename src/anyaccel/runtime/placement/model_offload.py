@@ -26,7 +26,8 @@ __all__ = ["LoadHook", "ModelLoader"]
 class ModelLoader:
     """A manager that moves a pipeline's models to the device and back to the CPU.
 
-    `replaces(name, other)` returns whether a model that is loaded replaces another model on the device.
+    `replaces(name, other)` returns whether a model that is loaded replaces another model on the device. While
+    gradients are enabled, models that ran with gradients are not replaced.
     """
 
     def __init__(self, device: torch.device, replaces: Callable[[str, str], bool]) -> None:
@@ -35,11 +36,14 @@ class ModelLoader:
 
     def load(self, name: str, model: torch.nn.Module) -> None:
         """Move a model's weights to the device, after releasing the models that it replaces."""
-        for other in list(self._loaded):
-            if self.replaces(name, other):
+        records = torch.is_grad_enabled()
+        for other, loaded in list(self._loaded.items()):
+            # A backward pass through several models needs the weights of all of them.
+            if self.replaces(name, other) and not (records and loaded.ran_with_gradients):
                 self.release(other)
-        # Also if the model is loaded: the user may have replaced parameters since.
-        self._loaded.setdefault(name, _LoadedModel(model, self.device)).load()
+        loaded = self._loaded.setdefault(name, _LoadedModel(model, self.device))
+        loaded.ran_with_gradients |= records
+        loaded.load()  # also if the model is loaded: the user may have replaced parameters since
 
     def release(self, name: str) -> None:
         """Move a model's weights back to the CPU; do nothing if it is not loaded."""
@@ -111,6 +115,7 @@ class _LoadedModel:
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model, self._device = weakref.ref(model), device
+        self.ran_with_gradients = False
         self._moved: list[_MovedTensor] = []
         self._chunk_size = choose_chunk_size(sum(tensor.nbytes for tensor in self._list_tensors()))
         self._quantized = [module for module in model.modules() if _is_quantized(module)]

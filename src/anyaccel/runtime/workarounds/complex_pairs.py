@@ -27,6 +27,7 @@ from anyaccel.upstream.torch_internals import (
     exclude_dispatch_key,
     make_wrapper_subclass,
     pad_sequence,
+    read_version,
     skip_subclass_functions,
     tree_map,
 )
@@ -42,6 +43,8 @@ Tensor = torch.Tensor
 aten = torch.ops.aten
 _FACTORIES = (torch.zeros, torch.ones, torch.empty, torch.full)
 _LIKE_FACTORIES = {torch.zeros_like: torch.zeros, torch.ones_like: torch.ones, torch.empty_like: torch.empty}
+# Parameters of `torch.complex` and `torch.polar`, in their order.
+_PART_NAMES = ("real", "abs", "imag", "angle")
 _FFT_FUNCTIONS = tuple(
     getattr(torch.fft, name)
     for name in ("fft", "ifft", "fft2", "ifft2", "fftn", "ifftn", "rfft", "irfft", "rfft2", "irfft2", "rfftn", "irfftn")
@@ -51,8 +54,11 @@ _FFT_FUNCTIONS = tuple(
 class ComplexPair(Tensor):
     """A complex64 tensor stored as two float32 tensors on the device."""
 
-    real_part: Tensor
-    imaginary_part: Tensor
+    _parts: tuple[Tensor, Tensor]
+    joined: Tensor | None
+    """The tensor with both parts in its last dimension, if the parts are views of one."""
+    copies: list[tuple[Tensor, int]]
+    """Copies that `view_as_real` has returned, and their versions; views of a pair have the same list."""
 
     @staticmethod
     def __new__(cls: type[ComplexPair], real: Tensor, imaginary: Tensor) -> ComplexPair:
@@ -61,8 +67,24 @@ class ComplexPair(Tensor):
         needs_normal_tensor = torch.is_inference_mode_enabled() and not real.is_inference()
         with torch.inference_mode(False) if needs_normal_tensor else nullcontext():
             pair: ComplexPair = make_wrapper_subclass(cls, real.shape, dtype=torch.complex64, device=real.device)
-        pair.real_part, pair.imaginary_part = real, imaginary
+        pair._parts, pair.joined, pair.copies = (real, imaginary), None, []
         return pair
+
+    real_part = property(lambda self: self._read_parts()[0], doc="The real tensor.")
+    imaginary_part = property(lambda self: self._read_parts()[1], doc="The imaginary tensor.")
+    # torch's own properties read and write `view_as_real(tensor)`, and the setters call no function mode.
+    real = property(lambda self: self.real_part, lambda self, value: self.real_part.copy_(value))
+    imag = property(lambda self: self.imaginary_part, lambda self, value: self.imaginary_part.copy_(value))
+
+    def _read_parts(self) -> tuple[Tensor, Tensor]:
+        """Return the parts; raise `LimitError` if a copy was changed that is a view of a complex tensor elsewhere."""
+        if any(read_version(copy) != version for copy, version in self.copies):
+            raise LimitError(
+                "the device does not support complex dtypes, and anyaccel has no real-valued replacement for in-place "
+                "changes of this tensor through torch.view_as_real",
+                hint="change tensor.real and tensor.imag instead",
+            )
+        return self._parts
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Pair({tuple(self.shape)}, device={self.device})"
@@ -70,8 +92,11 @@ class ComplexPair(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a torch function without recording it for the pair, because autograd records it for the two parts."""
-        with skip_subclass_functions(), record_below_wrapper() if torch.is_grad_enabled() else nullcontext():
-            return func(*args, **(kwargs or {}))
+        with skip_subclass_functions():
+            if func in _VIEW_FUNCTIONS:  # in dispatch, the parts arrive as `view_as_real`, and views share its version
+                return _VIEW_FUNCTIONS[func](args[0] if args else kwargs["input"])
+            with record_below_wrapper() if torch.is_grad_enabled() else nullcontext():
+                return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -108,6 +133,32 @@ def make_complex_pair(tensor: Tensor, device: torch.device | str) -> ComplexPair
     return ComplexPair(tensor.real.float().to(device), tensor.imag.float().to(device))
 
 
+def _split(joined: Tensor) -> ComplexPair:
+    """Return the `ComplexPair` of a tensor with the real and imaginary parts in its last dimension."""
+    pair = ComplexPair(joined[..., 0], joined[..., 1])
+    pair.joined = joined
+    return pair
+
+
+def _view_as_real(pair: ComplexPair) -> Tensor:
+    """Return the tensor of which the parts are views, or else a copy, which must not be changed."""
+    if pair.joined is not None:
+        return pair.joined
+    # Inference tensors have no version counter: https://github.com/pytorch/pytorch/pull/54403
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        copy = torch.stack([pair.real_part, pair.imaginary_part], dim=-1)
+    pair.copies.append((copy, read_version(copy)))
+    return copy
+
+
+# Functions of which the result is a view of the parts.
+_VIEW_FUNCTIONS: dict[Any, Callable[[ComplexPair], Tensor]] = {
+    torch.view_as_real: _view_as_real,
+    torch.real: lambda pair: pair.real_part,
+    torch.imag: lambda pair: pair.imaginary_part,
+}
+
+
 def _apply_to_parts(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation separately on the real and imaginary tensors; return `ComplexPair` results."""
     results = []
@@ -115,14 +166,22 @@ def _apply_to_parts(func: Any, args: Any, kwargs: Any) -> Any:
         select = _make_selector(attribute)
         results.append(func(*tree_map(select, args), **tree_map(select, kwargs)))
     if isinstance(results[0], Tensor):
-        return ComplexPair(results[0], results[1])
-    return type(results[0])([ComplexPair(real, imaginary) for real, imaginary in zip(*results, strict=True)])
+        return _share_copies(func, args, ComplexPair(results[0], results[1]))
+    pairs = [_share_copies(func, args, ComplexPair(*parts)) for parts in zip(*results, strict=True)]
+    return type(results[0])(pairs)
+
+
+def _share_copies(func: Any, args: Any, pair: ComplexPair) -> ComplexPair:
+    if getattr(func, "overloadpacket", None) in _VIEWS:
+        pair.copies = args[0].copies
+    return pair
 
 
 def _reshape(func: Any, args: Any, kwargs: Any) -> ComplexPair:
     # The wrapper is always contiguous, its parts may not be: `view` is valid for the wrapper but not for them.
     pair, shape = args[0], args[1]
-    return ComplexPair(pair.real_part.reshape(shape), pair.imaginary_part.reshape(shape))
+    reshaped = ComplexPair(pair.real_part.reshape(shape), pair.imaginary_part.reshape(shape))
+    return _share_copies(func, args, reshaped)
 
 
 def _make_selector(attribute: str) -> Callable[[Any], Any]:
@@ -177,7 +236,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
         joined = torch.complex(pair.real_part.cpu(), pair.imaginary_part.cpu())
         return joined if dtype is None else joined.to(dtype)
     if dtype is not None and not dtype.is_complex:
-        return pair.real_part.to(dtype)
+        return pair.real_part.to(dtype, copy=True)
     return ComplexPair(pair.real_part.clone(), pair.imaginary_part.clone())
 
 
@@ -266,8 +325,8 @@ _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten.ones_like: _ones_like,
     aten.view_as_real: lambda func, args, kwargs: torch.stack([args[0].real_part, args[0].imaginary_part], dim=-1),
     aten._conj: lambda func, args, kwargs: ComplexPair(args[0].real_part, -args[0].imaginary_part),
-    aten._conj_physical: lambda func, args, kwargs: ComplexPair(args[0].real_part, -args[0].imaginary_part),
-    aten.conj_physical: lambda func, args, kwargs: ComplexPair(args[0].real_part, -args[0].imaginary_part),
+    aten._conj_physical: lambda func, args, kwargs: ComplexPair(args[0].real_part.clone(), -args[0].imaginary_part),
+    aten.conj_physical: lambda func, args, kwargs: ComplexPair(args[0].real_part.clone(), -args[0].imaginary_part),
     aten.real: lambda func, args, kwargs: args[0].real_part,
     aten.imag: lambda func, args, kwargs: args[0].imaginary_part,
     aten.abs: lambda func, args, kwargs: torch.hypot(args[0].real_part, args[0].imaginary_part),
@@ -283,6 +342,11 @@ _PARTWISE = {
     aten.new_zeros, aten.permute, aten.repeat, aten.reshape, aten.roll, aten.select, aten.slice, aten.split,
     aten.split_with_sizes, aten.squeeze, aten.sum, aten.t, aten.transpose, aten.unbind, aten.unfold, aten.unsqueeze,
     aten.zeros_like, aten.empty_strided, aten.new_empty_strided,
+}  # fmt: skip
+# Operations of which the result is a view.
+_VIEWS = {
+    aten.alias, aten.detach, aten.expand, aten.permute, aten.select, aten.slice, aten.split, aten.split_with_sizes,
+    aten.squeeze, aten.t, aten.transpose, aten.unbind, aten.unfold, aten.unsqueeze, aten.view, aten._reshape_alias,
 }  # fmt: skip
 
 
@@ -315,7 +379,8 @@ class _PairFactory:
 
     def join(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `view_as_complex`, `complex` or `polar`; return a `ComplexPair` for device tensors."""
-        return _join(func, args, kwargs) if is_on(args[0].device, self.device_type) else func(*args, **kwargs)
+        parts = (*args, *(kwargs[name] for name in _PART_NAMES if name in kwargs))
+        return _join(func, parts) if is_on(parts[0].device, self.device_type) else func(*args, **kwargs)
 
     def pad(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `pad_sequence`; for `ComplexPair` inputs, pad the real and imaginary tensors separately."""
@@ -352,14 +417,18 @@ class _PairFactory:
         if target.type != self.device_type or not dtype.is_complex:
             return self.call(func, args, kwargs)
         real, imaginary = (tensor.real, tensor.imag) if tensor.is_complex() else (tensor, torch.zeros_like(tensor))
-        return ComplexPair(real.float().to(target), imaginary.float().to(target))
+        # Copies: without one, changes of the pair would change a float32 tensor on the device.
+        parts = (part.to(target, torch.float32, copy=True) for part in (real, imaginary))
+        return ComplexPair(*parts)
 
     def transform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a Fourier transform on the CPU and copy the result back to the device."""
         if args[0].device.type != self.device_type:
             return func(*args, **kwargs)
         result = func(args[0].cpu(), *args[1:], **kwargs)
-        return make_complex_pair(result, args[0].device) if result.is_complex() else result.to(args[0].device)
+        if not result.is_complex():
+            return result.to(args[0].device)
+        return _split(torch.view_as_real(result.resolve_conj()).float().to(args[0].device))
 
 
 def _creates_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -370,11 +439,12 @@ def _creates_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return func is torch.full and isinstance(args[1] if len(args) > 1 else kwargs.get("fill_value"), complex)
 
 
-def _join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ComplexPair:
+def _join(func: Any, parts: tuple[Tensor, ...]) -> ComplexPair:
     """Compute `view_as_complex`, `complex` or `polar` for device tensors; return a `ComplexPair`."""
     if func is torch.view_as_complex:
-        return ComplexPair(args[0][..., 0], args[0][..., 1])
-    first, second = args[0], args[1] if len(args) > 1 else next(iter(kwargs.values()))
+        return _split(parts[0])
+    first, second = parts
     if func is torch.complex:
-        return _broadcast_parts(first, second)
+        shape = torch.broadcast_shapes(first.shape, second.shape)
+        return ComplexPair(first.expand(shape).clone(), second.expand(shape).clone())
     return ComplexPair(first * torch.cos(second), first * torch.sin(second))
