@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "ATTENTION_LIBRARIES",
     "COMPONENTS_BAR",
     "GROUP_OFFLOADING",
     "HOOK_ATTRIBUTE",
@@ -60,6 +61,8 @@ _MODEL_CHANGE = re.compile(
     r"|\bkv_cache\b"
 )
 _BASE_LIBRARIES = ("builtins", "typing", "abc", "huggingface_hub", "anyaccel")
+# Libraries from which diffusers imports attention functions (models/attention_dispatch.py).
+ATTENTION_LIBRARIES = frozenset(("flash_attn", "flash_attn_interface", "sageattention", "xformers"))
 # Attribute of a module that contains its `HookRegistry` (hooks/hooks.py).
 HOOK_ATTRIBUTE = "_diffusers_hook"
 # Name of the group-offloading hook; its group has `offload_()` (hooks/group_offloading.py).

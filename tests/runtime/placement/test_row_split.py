@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import types
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import diffusers.models.embeddings
 import numpy
 import pytest
 import torch
-from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0, SlicedAttnProcessor
+from diffusers.models import attention_processor
+from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0, SlicedAttnProcessor
+from torch.overrides import TorchFunctionMode
 
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
@@ -55,12 +60,12 @@ def call(pipe: Any, name: str = NAME, **changes: Any) -> Any:
 
 
 def check_unsplit(placed: Any, rows: list[int], caplog: pytest.LogCaptureFixture, reason: str, **changes: Any) -> Any:
-    """Check that a call runs whole batches, with one warning."""
+    """Check that the UNet runs whole batches, with one warning."""
     with caplog.at_level(logging.WARNING, "anyaccel"):
         images = call(placed, **changes)
         call(placed, **changes)
     assert set(rows) == {6}, "three images with guidance"
-    messages = [record.getMessage() for record in caplog.records if "cannot be split" in record.getMessage()]
+    messages = [record.getMessage() for record in caplog.records if "cannot be split: unet" in record.getMessage()]
     assert len(messages) == 1
     assert reason in messages[0]
     return images
@@ -246,6 +251,88 @@ def test_models_that_a_user_changed_are_not_split(
     expected, images = call(stock), call(placed)
     numpy.testing.assert_allclose(images, expected, atol=1e-4)
     assert reason in caplog.text
+
+
+class CallableObject:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+def raise_error(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError
+
+
+PATCHES = {
+    "function": raise_error,
+    "partial": functools.partial(raise_error, 1),
+    "mock": mock.MagicMock(),
+    "object": CallableObject(),
+    "class": CallableObject,
+    "decorated by torch": torch.no_grad()(raise_error),
+    "cached": functools.lru_cache(raise_error),
+}
+
+
+@pytest.fixture(scope="module")
+def unet() -> Any:
+    stock: Any = recipes()[NAME].make()
+    return stock.unet
+
+
+@pytest.mark.parametrize("kind", PATCHES)
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (torch.nn.functional, "scaled_dot_product_attention"),
+        (torch, "cat"),
+        (torch.Tensor, "softmax"),
+        (diffusers.models.embeddings, "get_timestep_embedding"),
+        (attention_processor, "deprecate"),
+        (Attention, "get_attention_scores"),
+        (AttnProcessor2_0, "__call__"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_patched_functions_are_found(unet: Any, owner: Any, name: str, kind: str, monkeypatch: Any) -> None:
+    with torch.no_grad():
+        assert find_obstacle(unet) == ""
+        with monkeypatch.context() as patches:
+            patches.setattr(owner, name, PATCHES[kind])
+            assert name in find_obstacle(unet)
+        assert find_obstacle(unet) == ""
+
+
+@pytest.mark.parametrize("kind", [functools.partialmethod, classmethod, staticmethod, property])
+def test_patched_methods_are_found(unet: Any, kind: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Attention, "get_attention_scores", kind(raise_error))
+    with torch.no_grad():
+        assert "a patched Attention.get_attention_scores" in find_obstacle(unet)
+
+
+def test_a_model_is_not_split_while_a_mode_is_active(caplog: pytest.LogCaptureFixture) -> None:
+    class Mix(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            is_attention = func is torch.nn.functional.scaled_dot_product_attention
+            return (result + result.flip(0)) / 2 if is_attention else result
+
+    stock, placed, rows = make_pair()
+    with Mix():
+        expected, images = call(stock), check_unsplit(placed, rows, caplog, "mode is active")
+    numpy.testing.assert_allclose(images, expected, atol=1e-4)
+
+
+def test_a_partial_function_in_a_module_of_diffusers_is_not_split(monkeypatch: Any, caplog: Any) -> None:
+    def mix(original: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        return result * (1 + 0.1 * len(result))
+
+    stock, placed, rows = make_pair()
+    original = diffusers.models.embeddings.get_timestep_embedding
+    monkeypatch.setattr(diffusers.models.embeddings, "get_timestep_embedding", functools.partial(mix, original))
+    expected = call(stock)
+    images = check_unsplit(placed, rows, caplog, "a patched diffusers.models.embeddings.get_timestep_embedding")
+    numpy.testing.assert_allclose(images, expected, atol=1e-4)
 
 
 def test_a_hook_on_the_model_itself_sees_the_whole_batch() -> None:

@@ -28,8 +28,9 @@ from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.placement import oom_retry
 from anyaccel.runtime.placement.memory_plan import CallPlan
 from anyaccel.runtime.speed.apply_speedups import _pause_gc
+from anyaccel.runtime.speed.custom_code import find_custom_code
 from anyaccel.runtime.speed.graph_capture import GraphCapture
-from anyaccel.runtime.speed.module_fingerprint import LayerHooks, ModuleFingerprint, find_custom_code
+from anyaccel.runtime.speed.module_fingerprint import LayerHooks, ModuleFingerprint
 
 
 class FakeGraphs:

@@ -5,8 +5,9 @@ import inspect
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy
@@ -15,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
+from anyaccel.forward_overrides import Slot, set_override
 from anyaccel.recipes import recipes
 from anyaccel.runtime.introspection import plain_class
 from anyaccel.runtime.pipeline import place
@@ -137,8 +139,9 @@ def test_pipelines_that_change_their_models_run_alone(name: str) -> None:
 def test_concurrent_calls_with_different_scales_of_a_lora() -> None:
     pipe: Any = place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32")
     torch.manual_seed(0)
-    config = peft.LoraConfig(r=2, lora_alpha=8, target_modules=["to_q", "to_v"], init_lora_weights=False)
-    pipe.unet.add_adapter(config)
+    # diffusers scales the adapters of the text encoder before it calls it, and resets the scale after the call.
+    config = peft.LoraConfig(r=2, lora_alpha=64, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    pipe.text_encoder.add_adapter(config)
 
     def make() -> list[dict[str, Any]]:
         calls = make_calls("stable-diffusion", pipe)
@@ -150,7 +153,14 @@ def test_concurrent_calls_with_different_scales_of_a_lora() -> None:
     expected = run_singly(light_copy(pipe), make(), 0)
     plain = run_singly(light_copy(pipe), make_calls("stable-diffusion", pipe), 0)
     assert min(map(measure_difference, plain, expected)) > 0.01, "the scale matters"
-    shared.enable(dict.fromkeys(shared.forwards, True))
+    both_scaled = threading.Barrier(2)
+
+    def wait_for_other(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with suppress(threading.BrokenBarrierError):  # as expected, if the other call waits for its turn
+            both_scaled.wait(1)
+        return forward(*args, **kwargs)
+
+    set_override(pipe.text_encoder, Slot.RECORDING, wait_for_other)
     results = run_together(shared, make())
     assert max(map(measure_difference, results, expected)) < TOLERANCE
 

@@ -7,15 +7,12 @@ the order of images are those of diffusers. See docs/decisions/0017-split-batche
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import first_line
@@ -29,7 +26,8 @@ from anyaccel.runtime.placement.row_arguments import (
     load_table,
     split_arguments,
 )
-from anyaccel.runtime.speed.module_fingerprint import find_custom_code, find_source, is_trusted
+from anyaccel.runtime.speed.custom_code import find_custom_code, find_source, is_library_code
+from anyaccel.runtime.workarounds.function_modes import has_foreign_modes
 from anyaccel.upstream.accelerate_internals import find_hooked_forward
 from anyaccel.upstream.diffusers_internals import STATELESS_HOOKS, list_hooks
 from anyaccel.upstream.torch_compile_internals import is_compiled
@@ -39,8 +37,6 @@ __all__ = ["find_obstacle", "find_split_obstacle", "split_rows", "split_traced_r
 
 _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
-# Libraries whose decorators replace methods of diffusers, or whose functions diffusers and torch import.
-_DECORATING_LIBRARIES = sys.stdlib_module_names | {"huggingface_hub"}
 
 # Called with the reason why a model is not split.
 Report = Callable[[str], None]
@@ -91,7 +87,9 @@ def find_obstacle(model: torch.nn.Module) -> str:
     """Return why the rows of a model may depend on one another, or why its calls are observable; empty if neither."""
     if torch.is_grad_enabled():
         return "gradients are enabled"
-    code = find_custom_code(model) or _find_patched_code(model)
+    if has_foreign_modes():
+        return "a torch function or dispatch mode is active"
+    code = find_custom_code(model)
     if code:
         return f"{code} may combine the images of a batch"
     if any(not _is_from_torch(hook) for table in read_global_hooks() for hook in table.values()):
@@ -118,7 +116,7 @@ def _find_layer_obstacle(layer: torch.nn.Module, *, is_model: bool) -> str:
     forward = attributes.get("forward")
     beneath = forward.beneath if isinstance(forward, ForwardOverrides) else None
     replaced = [function for function in (beneath, find_hooked_forward(attributes)) if function is not None]
-    if any(not is_trusted(find_source(function)) for function in replaced):
+    if not all(map(is_library_code, replaced)):
         return f"the forward of {type(layer).__name__} is replaced"
     if layer.training and isinstance(layer, _DROPOUTS) and layer.p > 0:
         return "dropout is active, because the model is in training mode"
@@ -130,18 +128,6 @@ def _find_layer_obstacle(layer: torch.nn.Module, *, is_model: bool) -> str:
 def _is_from_torch(hook: Any) -> bool:
     """Return whether a hook belongs to torch, such as that of `weight_norm`."""
     return find_source(hook).partition(".")[0] == "torch"
-
-
-def _find_patched_code(model: torch.nn.Module) -> str:
-    """Return the name of a function in the classes of a model, or in `torch.nn.functional`, that a user replaced."""
-    kinds = {base for layer in model.modules() for base in type(layer).__mro__ if base is not object}
-    owners: list[Any] = [*kinds, functional]
-    for owner in owners:
-        for name, value in vars(owner).items():
-            source = find_source(value) if isinstance(value, FunctionType) else ""
-            if source and not is_trusted(source) and source.partition(".")[0] not in _DECORATING_LIBRARIES:
-                return f"a patched {owner.__name__}.{name}"
-    return ""
 
 
 def find_split_obstacle(models: Mapping[str, torch.nn.Module]) -> str:

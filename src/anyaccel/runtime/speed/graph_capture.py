@@ -24,7 +24,8 @@ from anyaccel.backends.device_type_checks import is_host
 from anyaccel.backends.driver import Recorder
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import first_line
-from anyaccel.runtime.speed.module_fingerprint import LayerHooks, ModuleFingerprint, find_custom_code
+from anyaccel.runtime.speed.custom_code import find_custom_code
+from anyaccel.runtime.speed.module_fingerprint import LayerHooks, ModuleFingerprint
 from anyaccel.runtime.workarounds.function_modes import has_foreign_modes
 from anyaccel.upstream.torch_internals import (
     find_default_device,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import eq, is_
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
@@ -30,16 +30,13 @@ from anyaccel.upstream.torch_internals import (
     read_hook_tables,
 )
 
-__all__ = ["LayerHooks", "ModuleFingerprint", "PatchedCode", "find_custom_code", "find_source", "is_trusted"]
+__all__ = ["ENTRY_METHODS", "LayerHooks", "ModuleFingerprint", "PatchedCode", "list_classes", "list_code_owners"]
 
-_ENTRY_METHODS = ("forward", "__call__", CONVOLUTION_FORWARD)
+ENTRY_METHODS = ("forward", "__call__", CONVOLUTION_FORWARD)
 # Attributes of a layer that contain an object with attributes of its own: attention processors, and the configs of
 # transformers models.
 _OWNED_OBJECTS = ("processor", "config")
 _CODE = (FunctionType, BuiltinFunctionType, MethodDescriptorType, classmethod, staticmethod, property)
-# Libraries with layers and processors that do the same work at every call.
-_TRUSTED_LIBRARIES = frozenset(("torch", "diffusers", "transformers", "peft", "torchao", "accelerate", "anyaccel"))
-
 # Libraries whose functions call functions of their other modules.
 _FOLLOWED_LIBRARIES = frozenset(("diffusers", "peft"))
 
@@ -89,9 +86,8 @@ class PatchedCode:
     """
 
     def __init__(self, module: torch.nn.Module, *others: Any, constants: bool = False) -> None:
-        self._classes = _list_classes(module)
-        bases = {base for cls in self._classes for base in cls.__mro__ if base is not object}
-        namespaces = [vars(owner) for owner in bases] + _list_namespaces(frozenset(base.__module__ for base in bases))
+        self._classes = list_classes(module)
+        namespaces = map(vars, list_code_owners(self._classes))
         self._values = [
             *(_read_values(namespace, code_only=not constants) for namespace in namespaces),
             *(_read_values(vars(owner), code_only=True) for owner in (functional, *others)),
@@ -106,7 +102,7 @@ class PatchedCode:
 
     def _read_entry_methods(self) -> Iterator[Any]:
         """Yield the methods that run each layer class, such as `forward`, including inherited methods."""
-        return (getattr(cls, name, None) for cls in self._classes for name in _ENTRY_METHODS)
+        return (getattr(cls, name, None) for cls in self._classes for name in ENTRY_METHODS)
 
 
 def _read_values(namespace: Any, *, code_only: bool) -> tuple[Any, list[str], list[Any]]:
@@ -120,68 +116,37 @@ def _read_values(namespace: Any, *, code_only: bool) -> tuple[Any, list[str], li
     return namespace, [name for name, _ in pairs], [value for _, value in pairs]
 
 
-def _list_namespaces(sources: frozenset[str]) -> list[Any]:
-    """Return the namespaces of Python modules, and of the classes and modules that their functions come from.
+def list_code_owners(classes: Iterable[type]) -> list[Any]:
+    """Return the classes and Python modules with the functions that some classes use.
 
-    Of torch, only the given modules are included: its other functions are called through `torch` and
+    These are the classes and their bases, their modules, and the modules and classes that the functions in there come
+    from. Of torch, only the modules of the classes are included: its other functions are called through `torch` and
     `torch.nn.functional`.
     """
-    pending, namespaces = [name for name in sources if name in sys.modules], {}
+    bases = {base for cls in classes for base in cls.__mro__ if base is not object}
+    pending, modules = list({base.__module__ for base in bases} & sys.modules.keys()), dict[str, Any]()
     while pending:
         name = pending.pop()
-        if name in namespaces:
+        if name in modules:
             continue
-        namespace = namespaces[name] = vars(sys.modules[name])
-        for value in namespace.values():
+        modules[name] = sys.modules[name]
+        for value in vars(modules[name]).values():
             source = getattr(value, "__module__", None) if isinstance(value, FunctionType | type) else None
             if isinstance(source, str) and source in sys.modules and source.partition(".")[0] in _FOLLOWED_LIBRARIES:
                 pending.append(source)
-    classes = {
+    defined = {
         value
-        for name, namespace in namespaces.items()
-        for value in namespace.values()
+        for name, module in modules.items()
+        for value in vars(module).values()
         if isinstance(value, type) and value.__module__ == name
     }
-    return [*namespaces.values(), *map(vars, classes)]
+    return [*bases, *modules.values(), *defined]
 
 
-def find_custom_code(module: torch.nn.Module) -> str:
-    """Return a description of the user code in a module, or an empty string if there is none.
-
-    A replayed graph would skip this code.
-    """
-    for cls in _list_classes(module):
-        if not is_trusted(cls.__module__):
-            return cls.__name__
-        for name in _ENTRY_METHODS:
-            function = getattr(cls, name, None)
-            if function is not None and not is_trusted(find_source(function)):
-                return f"a patched {cls.__name__}.{name}"
-    for layer in module.modules():
-        for name, value in vars(layer).items():
-            if not callable(value) or isinstance(value, torch.nn.Module | ForwardOverrides) or name == OVERRIDES_KEY:
-                continue
-            if callable(getattr(type(layer), name, None)) and not is_trusted(find_source(value)):
-                return f"a replaced {name} of {type(layer).__name__}"
-    return ""
-
-
-def _list_classes(module: torch.nn.Module) -> list[type]:
+def list_classes(module: torch.nn.Module) -> list[type]:
+    """Return the classes of a module's layers and attention processors."""
     processors = (vars(layer).get("processor") for layer in module.modules())
     return list(dict.fromkeys(map(type, chain(module.modules(), filter(None, processors)))))
-
-
-def find_source(function: Any) -> str:
-    """Return the name of the Python module that defines a function."""
-    # By its globals and not by `__module__`: `functools.wraps` copies `__module__` and would hide a patch.
-    function = getattr(function, "__func__", getattr(function, "func", function))
-    namespace = getattr(function, "__globals__", None)
-    return str(namespace.get("__name__") if namespace is not None else getattr(function, "__module__", ""))
-
-
-def is_trusted(source: str) -> bool:
-    """Return whether a Python module belongs to a library whose layers do the same work at every call."""
-    return source.partition(".")[0] in _TRUSTED_LIBRARIES
 
 
 class ModuleFingerprint:
