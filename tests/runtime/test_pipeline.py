@@ -234,7 +234,7 @@ def test_placing_does_not_run_the_class_hooks_of_the_user() -> None:
         def __init__(cls, name: str, bases: Any, content: Any, **kwargs: Any) -> None:
             super().__init__(name, bases, content)
 
-    class Base(diffusers.StableDiffusionPipeline, metaclass=Registry, tag="base"):  # type: ignore[misc]
+    class Base(LIBRARY.StableDiffusionPipeline, metaclass=Registry, tag="base"):  # type: ignore[misc]
         def __init_subclass__(cls, *, label: str, **kwargs: Any) -> None:
             registered.append(label)
             super().__init_subclass__(**kwargs)

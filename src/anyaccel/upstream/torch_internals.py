@@ -50,6 +50,7 @@ __all__ = [
     "is_autocast_enabled",
     "is_decomposed",
     "is_own_function",
+    "is_storage_shared",
     "is_transformed",
     "list_computed_weights",
     "make_guard",
@@ -196,6 +197,13 @@ def refresh_factories() -> None:
 def read_version(tensor: torch.Tensor) -> int:
     """Return a tensor's version counter; raise for inference tensors (_C/__init__.pyi)."""
     return tensor._version
+
+
+def is_storage_shared(tensor: torch.Tensor) -> bool:
+    """Return whether other tensors, or arrays of NumPy, use the same memory (csrc/StorageMethods.cpp)."""
+    # The tensor itself, and the Python object of the storage, which this function creates.
+    own = 2
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > own
 
 
 def read_address(owner: Any) -> int:

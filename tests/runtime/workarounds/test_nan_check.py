@@ -156,7 +156,9 @@ def test_nan_that_the_user_replaces_is_not_an_error(how: str) -> None:
 
 
 def test_infinity_that_the_pipeline_writes_into_an_output_is_not_an_error() -> None:
-    class Masked(diffusers.StableDiffusionPipeline):  # type: ignore[misc]
+    library: Any = diffusers
+
+    class Masked(library.StableDiffusionPipeline):  # type: ignore[misc]
         runs = 0
 
         def __call__(self, **kwargs: Any) -> Any:

@@ -39,7 +39,7 @@ from anyaccel.runtime.placement.oom_history import has_outcome, load_outcome, sa
 from anyaccel.runtime.placement.row_split import find_split_obstacle
 from anyaccel.runtime.placement_state import Placement, find_placement, record_placed_models
 from anyaccel.runtime.speed.apply_speedups import forget_captured_graphs, remove_speedups
-from anyaccel.runtime.speed.module_fingerprint import is_trusted
+from anyaccel.runtime.speed.custom_code import is_library
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 from anyaccel.runtime.workarounds.model_inputs import set_input_adapters
 from anyaccel.tracing.footprint_measurement import set_vae_tiling
@@ -84,7 +84,7 @@ def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, run
             if rule.residence != "resident":
                 end_phase(pipe)
         except BaseException as error:
-            if not is_out_of_memory(error) or _is_raised_by_user(error, placement):
+            if not is_out_of_memory(error) or _is_raised_by_user(error):
                 _offload_after_failure(pipe, placement)
                 raise
             message = first_line(error)
@@ -107,16 +107,14 @@ def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, run
     raise make_does_not_fit_error(pipe, placement, request, f"every memory mode ran out of memory: {message}")
 
 
-def _is_raised_by_user(error: BaseException, placement: Placement) -> bool:
+def _is_raised_by_user(error: BaseException) -> bool:
     """Return whether a `raise` statement outside of torch, diffusers and the vendor's libraries raised an error."""
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None:
         frames = frames.tb_next
     if frames is None:
         return False
-    source = str(frames.tb_frame.f_globals.get("__name__"))
-    vendor_libraries = {module.partition(".")[0] for module in placement.opened.sheet.modules} | {"triton"}
-    if is_trusted(source) or source.partition(".")[0] in vendor_libraries:
+    if is_library(str(frames.tb_frame.f_globals.get("__name__"))):
         return False
     # The innermost frame is that of the user's code also if an operation of torch in it fails, because operations have
     # no frames. Only the instruction tells which of them raised the error.

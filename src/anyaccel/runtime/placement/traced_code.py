@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from anyaccel.forward_overrides import OVERRIDES_KEY
 from anyaccel.runtime.introspection import plain_class
-from anyaccel.runtime.speed.module_fingerprint import find_source, is_trusted
+from anyaccel.runtime.speed.custom_code import find_source, is_library
 from anyaccel.upstream.torch_internals import (
     MODULE_HOOKS,
     DeviceContext,
@@ -29,11 +29,6 @@ from anyaccel.upstream.torch_internals import (
 __all__ = ["find_user_code"]
 
 _OWN_LIBRARY = __name__.partition(".")[0]
-# Libraries that diffusers and transformers use, in addition to those of `is_trusted`.
-_OTHER_LIBRARIES = (sys.stdlib_module_names - {"unittest"}) | {  # unittest.mock runs code of the user
-    "PIL", "huggingface_hub", "numpy", "packaging", "safetensors", "scipy", "sentencepiece", "tokenizers", "tqdm",
-    "typing_extensions",
-}  # fmt: skip
 # Libraries with objects whose attributes are searched too.
 _SEARCHED_LIBRARIES = ("diffusers", "transformers")
 _FUNCTIONS = (
@@ -61,7 +56,7 @@ def _list_user_code(pipe: Any, arguments: Mapping[str, Any]) -> Iterator[str]:
         classes.update(kind.__mro__)
         yield from (f"{kind.__name__}.{name}" for name in _list_user_values(vars(owner), copied=False))
     for cls in classes:
-        if not _is_library(cls.__module__):
+        if not is_library(cls.__module__):
             yield cls.__name__
         yield from (f"a patched {cls.__name__}.{name}" for name in _list_user_values(vars(cls)))
     modules = [torch, functional, *(sys.modules[name] for name in list(sys.modules) if name.startswith("diffusers."))]
@@ -108,20 +103,16 @@ def _is_library_object(value: Any) -> bool:
     """Return whether a function or class, or the class of another object, comes from a library."""
     kind = type(value)  # not isinstance, which runs the code of classes with a `__class__` property
     if issubclass(kind, type):
-        return _is_library(value.__module__)
+        return is_library(value.__module__)
     if kind is property:
         return all(_is_library_object(function) for function in (value.fget, value.fset) if function is not None)
-    return _is_library(kind.__module__) and (not issubclass(kind, _FUNCTIONS) or _is_library_function(value))
+    return is_library(kind.__module__) and (not issubclass(kind, _FUNCTIONS) or _is_library_function(value))
 
 
 def _is_library_function(function: Any) -> bool:
     while isinstance(function, _FUNCTIONS):  # functions in C have no source
-        if not _is_library(find_source(function)):
+        if not is_library(find_source(function)):
             return False
         # A decorator of a library, such as `torch.no_grad()`, calls a function of the user.
         function = getattr(function, "__wrapped__", None)
     return True
-
-
-def _is_library(source: str) -> bool:
-    return is_trusted(source) or source.partition(".")[0] in _OTHER_LIBRARIES

@@ -31,6 +31,7 @@ from anyaccel.upstream.torch_compile_internals import (
     is_compiled,
     set_ptxas_path,
 )
+from anyaccel.upstream.torch_internals import is_storage_shared
 
 __all__ = ["compile_cache_env", "compile_components", "compile_for_speed", "has_decoder", "record_shape"]
 
@@ -106,8 +107,12 @@ def _convert_to_channels_last(model: torch.nn.Module) -> None:
     """Convert the weights of 2-D convolutions to the channels-last memory format."""
     # Layer by layer: `model.to(memory_format=…)` raises for the 5-D weights of 3-D convolutions.
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, torch.nn.Conv2d)]
-    for layer in layers:
-        layer.to(memory_format=torch.channels_last)
+    # In inference mode, the new weights could not be trained.
+    with torch.inference_mode(False), torch.no_grad():
+        for layer in layers:
+            # The user edits weights through tensors that share their memory, such as those of a state dict.
+            if not is_storage_shared(layer.weight) and not layer.weight.is_inference():
+                layer.to(memory_format=torch.channels_last)
 
 
 def has_decoder(model: Any) -> bool:

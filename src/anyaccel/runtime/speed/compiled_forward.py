@@ -52,6 +52,7 @@ class CompiledForward:
         # Apart: libraries patch `torch` for a short time, for example while they load a model in another thread.
         self._torch_code = PatchedCode(torch.nn.Module(), torch, torch.Tensor)
         self._is_torch_patched = False
+        self._is_training = False
         self._hooks = LayerHooks(module)
         self._checks_every_forward = False
 
@@ -78,6 +79,7 @@ class CompiledForward:
             self._fall_back(module, "another library replaced the forward method of the model or of a layer")
         elif self._code.changed():
             self._fall_back(module, "its code was patched after compilation")
+        self._is_training = any(layer.training for layer in module.modules())
         was_patched, self._is_torch_patched = self._is_torch_patched, self._torch_code.changed()
         if self._is_torch_patched and not was_patched:
             _LOG.warning("anyaccel: %s runs eagerly while a function of torch is patched", self.name)
@@ -90,7 +92,8 @@ class CompiledForward:
         # With gradients, a second graph would be compiled for autograd, for a few calls at most (attend-and-excite).
         if self.failure or module is None or torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if has_foreign_modes() or self._is_torch_patched:  # compiled code would skip modes and patches
+        # Compiled code would skip modes and patches, and draw other random numbers for dropout.
+        if has_foreign_modes() or self._is_torch_patched or self._is_training:
             return _run_eagerly(module, forward, args, kwargs, keep_compiled=True)
         if self._hooks.any():
             if self._compiled is None:

@@ -19,7 +19,7 @@ from anyaccel.forward_overrides import OVERRIDES_KEY, ForwardOverrides
 from anyaccel.runtime.speed.module_fingerprint import ENTRY_METHODS, PatchedCode, list_classes, list_code_owners
 from anyaccel.upstream.diffusers_internals import ATTENTION_LIBRARIES
 
-__all__ = ["find_custom_code", "find_source", "is_library_code"]
+__all__ = ["find_custom_code", "find_source", "is_library", "is_library_code"]
 
 # Libraries with layers and processors that do the same work at every call.
 _MODEL_LIBRARIES = frozenset(("torch", "diffusers", "transformers", "peft", "torchao", "accelerate", "anyaccel"))
@@ -27,7 +27,8 @@ _MODEL_LIBRARIES = frozenset(("torch", "diffusers", "transformers", "peft", "tor
 _IMPORTED_LIBRARIES = (
     _MODEL_LIBRARIES
     | (sys.stdlib_module_names - {"unittest"})
-    | {"huggingface_hub", "numpy", "packaging", "PIL", "safetensors", "tqdm", "typing_extensions"}
+    | {"huggingface_hub", "numpy", "packaging", "PIL", "safetensors", "scipy", "sentencepiece", "tokenizers", "tqdm"}
+    | {"triton", "typing_extensions"}
     | ATTENTION_LIBRARIES
 )
 _BUILTINS = (BuiltinFunctionType, MethodDescriptorType)
@@ -77,8 +78,13 @@ def _find_patched_code(module: torch.nn.Module) -> str:
 
 def is_library_code(function: Any) -> bool:
     """Return whether a function, and all functions that decorators of libraries wrapped, belong to known libraries."""
-    libraries = _IMPORTED_LIBRARIES | _list_vendor_libraries()
-    return all(find_source(layer).partition(".")[0] in libraries for layer in _unwrap(function))
+    return all(is_library(find_source(layer)) for layer in _unwrap(function))
+
+
+def is_library(source: str) -> bool:
+    """Return whether a Python module belongs to a known library."""
+    library = source.partition(".")[0]
+    return library in _IMPORTED_LIBRARIES or library in _list_vendor_libraries()
 
 
 def _unwrap(function: Any) -> Iterator[Any]:
