@@ -15,7 +15,10 @@ from tests.differential.session import Session, twice, usage
 GROUP = "hooks and patches"
 
 
-ALL_REQUESTS = {"served": "a hook or processor sees the model calls of all requests"}
+ALL_REQUESTS = {
+    "served": "a hook or processor sees the model calls of all requests",
+    "cuda-captured": "a hook or processor sees the earlier calls too",
+}
 
 
 @usage(GROUP)

@@ -111,11 +111,11 @@ def test_backward_through_several_models() -> None:
 
 def test_a_model_moves_while_a_graph_refers_to_its_buffer() -> None:
     def use(loader: ModelLoader) -> None:
-        model = torch.nn.Module()
-        model.register_buffer("scale", torch.ones(4))
+        model, scale = torch.nn.Module(), torch.ones(4)
+        model.register_buffer("scale", scale)
         with torch.enable_grad():
             loader.load("model", model)
-            output = torch.ones(4, device=DEVICE, requires_grad=True) * model.scale
+            output = torch.ones(4, device=DEVICE, requires_grad=True) * scale
         loader.release_all()
         assert list_devices(model) == {"cpu"}
         assert output.requires_grad

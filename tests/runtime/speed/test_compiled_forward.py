@@ -403,3 +403,29 @@ def test_removed_denoisers_are_skipped(options: dict[str, Any], monkeypatch: pyt
     expected = run(recipe, stock)
     assert run(recipe, pipe).shape == expected.shape
     pipe.to("cpu", compile=False)
+
+
+def test_training_mode_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    model, sample = Model().eval(), torch.ones(2, 3)
+    compiled = CompiledForward(model, "unet", lambda module, sample: calls.append(1) or type(module).forward(module, sample))
+    forward = functools.partial(type(model).forward, model)
+    with torch.no_grad():
+        for training in (False, True, False):
+            model.layer.train(training)
+            compiled.start_call()
+            compiled(forward, (sample,), {})
+    assert len(calls) == 2
+
+
+def test_weights_that_share_memory_keep_their_format() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(4, 4, 3), torch.nn.Conv2d(4, 4, 3))
+    shared = model[0].state_dict()
+    with torch.inference_mode():
+        compile_module._convert_to_channels_last(model)
+    formats = [layer.weight.is_contiguous(memory_format=torch.channels_last) for layer in model]
+    assert formats == [False, True]
+    shared["weight"].zero_()
+    assert not model[0].weight.any()
+    model(torch.ones(1, 4, 8, 8)).sum().backward()
+    assert model[1].weight.grad is not None
