@@ -73,7 +73,13 @@ def observe_here(usage: Usage, variant: Variant, *, placed: bool) -> Observation
     # Inductor recommends TF32 and does not fuse complex operations. Deprecated functions that torch itself calls are reported only to developers of torch.
     entries = [entry for entry in caught if entry.category is not DeprecationWarning or _TORCH not in entry.filename]
     texts = {f"{entry.category.__name__}: {entry.message}" for entry in entries}
-    ignored = ("Dynamo detected", " autocast, but", " and has no effect", "TensorFloat32 tensor cores", "complex operators")
+    ignored = (
+        "Dynamo detected",
+        " autocast, but",
+        " and has no effect",
+        "TensorFloat32 tensor cores",
+        "complex operators",
+    )
     texts = {text for text in texts if not any(part in text for part in ignored)}
     return Observation(
         {key: _freeze(value) for key, value in named.items()},
