@@ -70,7 +70,8 @@ def observe_here(usage: Usage, variant: Variant, *, placed: bool) -> Observation
     # Dynamo warns about each function at which it starts a graph, and graphs start at other functions with a mode.
     # torch warns about dtypes of autocast that a device type does not have.
     # anyaccel warns about arguments that a pipeline ignores.
-    # Inductor recommends TF32 and does not fuse complex operations. Deprecated functions that torch itself calls are reported only to developers of torch.
+    # Inductor recommends TF32 and does not fuse complex operations.
+    # Deprecated functions that torch itself calls are reported only to developers of torch.
     entries = [entry for entry in caught if entry.category is not DeprecationWarning or _TORCH not in entry.filename]
     texts = {f"{entry.category.__name__}: {entry.message}" for entry in entries}
     ignored = (
