@@ -153,8 +153,7 @@ def place_pipeline(
         check_residence(options.memory, unified_memory=opened.sheet.unified_memory)
     loaded = {component.name: component.dtype for component in read_facts(pipe).components}
     plan = plan_pipeline(pipe, opened, options, dtype)
-    if before is not None and "dtype" not in dtypes:
-        plan = _keep_user_dtypes(pipe, plan, before, opened.sheet)
+    plan = plan if "dtype" in dtypes else _keep_user_dtypes(pipe, plan, before, opened.sheet)
     # Checked before `_undo`, so a rejected placement leaves the earlier one in use.
     check_splits(pipe, plan.parallel.value)
     target = opened.tensor_device
@@ -190,8 +189,10 @@ def place_pipeline(
         _capture(pipe, opened)
 
 
-def _keep_user_dtypes(pipe: Any, plan: Plan, before: Placement, sheet: Sheet) -> Plan:
+def _keep_user_dtypes(pipe: Any, plan: Plan, before: Placement | None, sheet: Sheet) -> Plan:
     """Return a plan that keeps the dtypes of models that the user has cast or replaced since the earlier placement."""
+    if before is None:
+        return plan
     own = dict(before.own_dtypes)
     recovered = before.report.float32_models.value if before.report.float32_models else ()
     for name, model in find_models(pipe).items():
