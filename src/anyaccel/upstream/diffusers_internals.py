@@ -39,6 +39,7 @@ __all__ = [
     "list_hooks",
     "make_tensor_parallel_config",
     "read_alpha_sigma",
+    "read_attention_backends",
     "read_dtype_argument",
     "read_float32_modules",
     "read_module",
@@ -146,6 +147,13 @@ def _list_sources(pipeline_class: type) -> Iterator[str]:
             yield inspect.getsource(sys.modules[base.__module__])
         elif library != "diffusers" and library not in _BASE_LIBRARIES:
             yield inspect.getsource(base)
+
+
+def read_attention_backends() -> dict[Any, Any]:
+    """Return the registered attention functions by name (models/attention_dispatch.py)."""
+    registry = getattr(sys.modules.get("diffusers.models.attention_dispatch"), "_AttentionBackendRegistry", None)
+    backends: dict[Any, Any] = getattr(registry, "_backends", {})
+    return backends
 
 
 def has_custom_processors(model: torch.nn.Module) -> bool:

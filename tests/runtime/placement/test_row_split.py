@@ -14,7 +14,7 @@ import diffusers.models.embeddings
 import numpy
 import pytest
 import torch
-from diffusers.models import attention_processor
+from diffusers.models import attention_dispatch, attention_processor
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0, SlicedAttnProcessor
 from torch.overrides import TorchFunctionMode
 
@@ -307,6 +307,45 @@ def test_patched_methods_are_found(unet: Any, kind: Any, monkeypatch: Any) -> No
     monkeypatch.setattr(Attention, "get_attention_scores", kind(raise_error))
     with torch.no_grad():
         assert "a patched Attention.get_attention_scores" in find_obstacle(unet)
+
+
+class Descriptor:
+    """An attribute of a class that returns a function of the user."""
+
+    def __get__(self, owner: Any, kind: Any) -> Any:
+        return raise_error
+
+
+def test_a_descriptor_and_an_attention_backend_of_the_user_are_found(unet: Any, monkeypatch: Any) -> None:
+    backends = attention_dispatch._AttentionBackendRegistry._backends
+    with torch.no_grad(), monkeypatch.context() as patches:
+        patches.setitem(backends, next(iter(backends)), raise_error)
+        assert "attention backend" in find_obstacle(unet)
+    monkeypatch.setattr(Attention, "get_attention_scores", Descriptor())
+    with torch.no_grad():
+        assert "a patched Attention.get_attention_scores" in find_obstacle(unet)
+
+
+@pytest.mark.parametrize(
+    ("make_layer", "obstacle"),
+    [
+        (lambda: torch.nn.BatchNorm2d(4, track_running_stats=False), "statistics of the batch"),
+        (lambda: torch.nn.Softmax(dim=0), "Softmax"),
+        (lambda: torch.nn.TransformerEncoderLayer(4, 1), "TransformerEncoderLayer"),
+        (lambda: torch.nn.utils.spectral_norm(torch.nn.Linear(4, 4)), "a hook is registered on Linear"),
+        (lambda: torch.nn.BatchNorm2d(4), ""),
+        (lambda: torch.nn.MultiheadAttention(4, 1, batch_first=True), ""),
+        (lambda: torch.nn.utils.weight_norm(torch.nn.Linear(4, 4)), ""),
+    ],
+)
+def test_layers_of_torch_that_combine_images_are_found(
+    make_layer: Callable[[], torch.nn.Module], obstacle: str
+) -> None:
+    model: Any = recipes()[NAME].make().unet
+    model.mid_block.other = make_layer().eval()
+    with torch.no_grad():
+        found = find_obstacle(model)
+    assert obstacle in found if obstacle else found == ""
 
 
 def test_a_model_is_not_split_while_a_mode_is_active(caplog: pytest.LogCaptureFixture) -> None:

@@ -42,6 +42,16 @@ _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d
 Report = Callable[[str], None]
 
 
+# Layers of torch that models of diffusers consist of and that treat every row of a batch alike.
+_ROW_WISE_LAYERS = frozenset((
+    "AdaptiveAvgPool1d", "AdaptiveAvgPool2d", "AvgPool1d", "AvgPool2d", "AvgPool3d", "Conv1d", "Conv2d", "Conv3d",
+    "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Dropout", "Embedding", "GELU", "GroupNorm", "Identity",
+    "LayerNorm", "LeakyReLU", "Linear", "MaxPool2d", "Mish", "Module", "ModuleDict", "ModuleList",
+    "NonDynamicallyQuantizableLinear", "ParameterDict", "ParameterList", "PixelShuffle", "PixelUnshuffle", "RMSNorm",
+    "ReLU", "ReplicationPad2d", "Sequential", "SiLU", "Sigmoid", "Tanh", "Upsample", "ZeroPad2d",
+))  # fmt: skip
+
+
 class _RowSplit:
     """Override of a model's forward that runs a few rows at a time."""
 
@@ -92,7 +102,7 @@ def find_obstacle(model: torch.nn.Module) -> str:
     code = find_custom_code(model)
     if code:
         return f"{code} may combine the images of a batch"
-    if any(not _is_from_torch(hook) for table in read_global_hooks() for hook in table.values()):
+    if any(not _is_stateless(hook) for table in read_global_hooks() for hook in table.values()):
         return "a global hook is registered"
     for layer in model.modules():
         obstacle = _find_layer_obstacle(layer, is_model=layer is model)
@@ -107,7 +117,7 @@ def _find_layer_obstacle(layer: torch.nn.Module, *, is_model: bool) -> str:
     if processor is not None and type(processor).__name__ not in load_table().processors:
         return f"the attention processor {type(processor).__name__} may combine the images of a batch"
     # Hooks on the model itself run outside of the split forward.
-    if not is_model and any(not _is_from_torch(hook) for table in read_hook_tables(layer) for hook in table.values()):
+    if not is_model and any(not _is_stateless(hook) for table in read_hook_tables(layer) for hook in table.values()):
         return f"a hook is registered on {type(layer).__name__}"
     hooks = [name for name in list_hooks(attributes) if name not in STATELESS_HOOKS]
     if hooks:
@@ -120,14 +130,25 @@ def _find_layer_obstacle(layer: torch.nn.Module, *, is_model: bool) -> str:
         return f"the forward of {type(layer).__name__} is replaced"
     if layer.training and isinstance(layer, _DROPOUTS) and layer.p > 0:
         return "dropout is active, because the model is in training mode"
-    if layer.training and isinstance(layer, _BATCH_NORMS):
-        return "batch normalization is active, because the model is in training mode"
-    return ""
+    if isinstance(layer, _BATCH_NORMS):
+        return "batch normalization computes statistics of the batch" if _uses_batch_statistics(layer) else ""
+    return "" if _is_row_wise(layer) else f"{type(layer).__name__} may combine the images of a batch"
 
 
-def _is_from_torch(hook: Any) -> bool:
-    """Return whether a hook belongs to torch, such as that of `weight_norm`."""
-    return find_source(hook).partition(".")[0] == "torch"
+def _uses_batch_statistics(layer: Any) -> bool:
+    return layer.training or layer.running_mean is None
+
+
+def _is_row_wise(layer: torch.nn.Module) -> bool:
+    """Return whether a layer of torch treats the images of a batch apart; the table covers the layers of diffusers."""
+    if type(layer).__module__.partition(".")[0] != "torch" or type(layer).__name__ in _ROW_WISE_LAYERS:
+        return True
+    return isinstance(layer, torch.nn.MultiheadAttention) and layer.batch_first
+
+
+def _is_stateless(hook: Any) -> bool:
+    """Return whether a hook does the same work for every batch: that of `weight_norm`, which some VAEs use."""
+    return find_source(hook) == torch.nn.utils.weight_norm.__module__
 
 
 def find_split_obstacle(models: Mapping[str, torch.nn.Module]) -> str:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from anyaccel.backends.registry import load_registry
 from anyaccel.forward_overrides import OVERRIDES_KEY, ForwardOverrides
 from anyaccel.runtime.speed.module_fingerprint import ENTRY_METHODS, PatchedCode, list_classes, list_code_owners
-from anyaccel.upstream.diffusers_internals import ATTENTION_LIBRARIES
+from anyaccel.upstream.diffusers_internals import ATTENTION_LIBRARIES, read_attention_backends
 
 __all__ = ["find_custom_code", "find_source", "is_library", "is_library_code"]
 
@@ -32,7 +32,6 @@ _IMPORTED_LIBRARIES = (
     | ATTENTION_LIBRARIES
 )
 _BUILTINS = (BuiltinFunctionType, MethodDescriptorType)
-_DESCRIPTORS = (property, classmethod, staticmethod, functools.cached_property, functools.partialmethod)
 
 # Classes of models without patched code, with their code at the time of the search and the number of names per owner.
 _UNPATCHED: dict[frozenset[type], tuple[PatchedCode, list[Any], list[int]]] = {}
@@ -53,7 +52,9 @@ def find_custom_code(module: torch.nn.Module) -> str:
                 continue
             if callable(getattr(type(layer), name, None)) and not is_library_code(value):
                 return f"a replaced {name} of {type(layer).__name__}"
-    return _find_patched_code(module)
+    backends = read_attention_backends()
+    names = [str(name) for name, function in backends.items() if not is_library_code(function)]
+    return f"the attention backend {names[0]}" if names else _find_patched_code(module)
 
 
 def _find_patched_code(module: torch.nn.Module) -> str:
@@ -70,7 +71,8 @@ def _find_patched_code(module: torch.nn.Module) -> str:
     for owner in owners:
         for name, value in list(vars(owner).items()):
             is_special = name.startswith("__") and name != "__call__"
-            if not is_special and (callable(value) or isinstance(value, _DESCRIPTORS)) and not is_library_code(value):
+            runs_code = callable(value) or hasattr(type(value), "__get__")
+            if not is_special and runs_code and not is_library_code(value):
                 return f"a patched {owner.__name__}.{name}"
     _UNPATCHED[key] = code, owners, lengths
     return ""
