@@ -202,6 +202,16 @@ def test_values_that_a_layer_changes_are_kept(streams: bool) -> None:
     on_hpu(use, streams=streams)
 
 
+def test_a_new_module_with_only_a_buffer_is_detected() -> None:
+    model = Model()
+    start_streaming(model, CPU, use_stream=False, pin=False)
+    wrapper = torch.nn.Sequential(model.first)
+    wrapper.register_buffer("scale", torch.ones(1))
+    model.add_module("first", wrapper)
+    assert has_unstreamed_layers(model)
+    stop_streaming(model)
+
+
 def test_new_parameters_are_detected() -> None:
     model = Model()
     assert not has_unstreamed_layers(model)

@@ -1,11 +1,13 @@
 """Models of a placed pipeline can be copied, traced, hooked and patched like plain models."""
 
 import copy
+import functools
 import gc
 import io
 import pickle
 import warnings
 import weakref
+from collections import OrderedDict, defaultdict
 from typing import Any
 
 import numpy
@@ -14,6 +16,8 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 
 import anyaccel
+from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.recipes import recipes, run
 from anyaccel.upstream.torch_internals import read_function_modes
 from tests.conftest import NEEDS_RECIPES
@@ -214,3 +218,21 @@ def test_options_changed_in_a_callback_leave_the_pipeline_usable(pipe: Any) -> N
     first, second = pipe(**call, seed=1).images, pipe(**call, seed=1).images
     numpy.testing.assert_array_equal(first, second)
     pipe.to("cpu", dtype="float32")
+
+
+def test_tensors_in_dicts_of_any_class_are_moved() -> None:
+    def use(accelerator: VirtualAccelerator) -> list[Any]:
+        unet: Any = anyaccel.place(recipes()["stable-diffusion-xl"].make(), "hpu", dtype="float32").unet
+        width = unet.config.projection_class_embeddings_input_dim - 6 * unet.config.addition_time_embed_dim
+        conditions = {"text_embeds": torch.ones(2, width), "time_ids": torch.ones(2, 6)}
+        prompt = torch.ones(2, 7, unet.config.cross_attention_dim)
+        outputs: list[Any] = []
+        kinds: list[Any] = [dict, OrderedDict, functools.partial(defaultdict, list)]
+        for kind in kinds:
+            with torch.no_grad():
+                output = unet(ARGUMENTS[0], 3, prompt, added_cond_kwargs=kind(conditions)).sample
+            outputs.append(output.cpu().numpy())
+        return outputs
+
+    first, *others = run_forked("hpu", use)
+    assert all(numpy.array_equal(first, other) for other in others)

@@ -34,7 +34,7 @@ from anyaccel.upstream.torch_internals import read_version
 __all__ = ["end_streaming_call", "has_unstreamed_layers", "is_streamed", "start_streaming", "stop_streaming"]
 
 # Attributes that are added to diffusers' hook registries: the `forward` in the module's `__dict__` before streaming (or
-# None), and the parameters of the model when streaming began.
+# None), and the parameters and names of buffers of the model when streaming began.
 _ORIGINAL_FORWARD = "_anyaccel_before"
 _WEIGHTS = "_anyaccel_weights"
 # Modules that are never called, so that a hook of theirs would never run.
@@ -67,7 +67,7 @@ def start_streaming(model: torch.nn.Module, device: torch.device, *, use_stream:
     _join_attention_groups(model)
     _join_container_groups(model)
     registry = HookRegistry.check_if_exists_or_initialize(model)
-    setattr(registry, _WEIGHTS, tuple(model.parameters()))
+    setattr(registry, _WEIGHTS, _list_weights(model))
     for module, registry in _list_registries(model):
         setattr(registry, _ORIGINAL_FORWARD, originals[module])
         registry.__class__ = _make_registry_class()
@@ -192,15 +192,21 @@ def is_streamed(model: torch.nn.Module) -> bool:
 def has_unstreamed_layers(model: torch.nn.Module) -> bool:
     """Return whether a streamed model has layers that are not streamed.
 
-    This is the case if parameters were added or replaced after streaming started, or if the user deleted
-    the `forward` of a module, and with it the hook.
+    This is the case if parameters were added or replaced or buffers were added after streaming started, or if the
+    user deleted the `forward` of a module, and with it the hook.
     """
     if not is_streamed(model):
         return False
-    before, now = getattr(vars(model)[HOOK_ATTRIBUTE], _WEIGHTS), tuple(model.parameters())
-    if len(before) != len(now) or not all(map(operator.is_, before, now)):
+    before, buffers_before = getattr(vars(model)[HOOK_ATTRIBUTE], _WEIGHTS)
+    now, buffers = _list_weights(model)
+    if len(before) != len(now) or not all(map(operator.is_, before, now)) or buffers != buffers_before:
         return True
     return any(registry.hooks and _find_forward(module) is None for module, registry in _list_registries(model))
+
+
+def _list_weights(model: torch.nn.Module) -> tuple[tuple[torch.nn.Parameter, ...], tuple[str, ...]]:
+    """Return the parameters of a model and the names of its buffers."""
+    return tuple(model.parameters()), tuple(name for name, _ in model.named_buffers())
 
 
 def _find_forward(module: torch.nn.Module) -> Any:

@@ -6,6 +6,7 @@ output for the NaN check.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
 from collections.abc import Callable
@@ -154,9 +155,14 @@ class InputAdapter:
                 value = value.to(self.host_transfer.replacements[value.dtype])
             return value if self.cast_to is None or not value.is_floating_point() else value.to(self.cast_to)
         # Pass the same list or dict on unless an item moved: the Wan VAE writes to the list it is called with.
-        if type(value) is dict:
+        if isinstance(value, dict):
             moved = {key: self._move(item) for key, item in value.items()}
-            return moved if any(moved[key] is not item for key, item in value.items()) else value
+            if all(moved[key] is item for key, item in value.items()):
+                return value
+            copied = copy.copy(value)  # of the same class
+            for key, item in moved.items():  # outputs of models have no `update`
+                copied[key] = item
+            return copied
         if type(value) in (list, tuple):
             items = [self._move(item) for item in value]
             return type(value)(items) if any(new is not old for new, old in zip(items, value, strict=True)) else value
