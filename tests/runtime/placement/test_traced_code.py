@@ -16,6 +16,8 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.clip import modeling_clip
 
 import anyaccel
 from anyaccel.planning.kernel_workspace import Workspace
@@ -108,6 +110,10 @@ EDITS: dict[str, Edit] = {
     "a patched diffusers.models.embeddings.get_timestep_embedding": lambda pipe, patch: _patch_class(
         patch, diffusers.models.embeddings, "get_timestep_embedding"
     ),
+    "a patched transformers.models.clip.modeling_clip.eager_attention_forward": lambda pipe, patch: _patch_class(
+        patch, modeling_clip, "eager_attention_forward"
+    ),
+    "an attention function": lambda pipe, patch: patch.setitem(ALL_ATTENTION_FUNCTIONS, "mine", lambda *args: None),
     "Mode": lambda pipe, patch: Mode(),
     "FlopCounterMode": lambda pipe, patch: FlopCounterMode(display=False),
 }

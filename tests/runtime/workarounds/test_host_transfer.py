@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.nn import functional
 
 from anyaccel.backends.device import open_device
 from anyaccel.emulator.accelerator import VirtualAccelerator
@@ -47,6 +48,7 @@ WRITES: dict[str, Program] = {
     "index_copy_": lambda target, other: target.index_copy_(0, rows(other), other),
     "scatter_": lambda target, other: target.scatter_(0, rows(other).expand(3, 2).T, other),
     "scatter_add_": lambda target, other: target.scatter_add_(0, index=rows(other).expand(3, 2).T, src=other),
+    "batch_norm": lambda target, other: functional.batch_norm(other, target[0], target[1], training=True),
     "clamp_": lambda target, other: target.clamp_(min=other),
     "baddbmm_": lambda target, other: target[None].baddbmm_(other[None], torch.ones(1, 3, 3).to(other.device)),
     "a slice": lambda target, other: target.__setitem__((0, slice(None)), other[1]),

@@ -18,6 +18,7 @@ from torch.nn import functional
 from anyaccel.forward_overrides import OVERRIDES_KEY
 from anyaccel.runtime.introspection import plain_class
 from anyaccel.runtime.speed.custom_code import find_source, is_library
+from anyaccel.upstream.diffusers_internals import read_attention_backends
 from anyaccel.upstream.torch_internals import (
     MODULE_HOOKS,
     DeviceContext,
@@ -25,6 +26,7 @@ from anyaccel.upstream.torch_internals import (
     read_function_modes,
     read_global_hooks,
 )
+from anyaccel.upstream.transformers_internals import read_attention_functions
 
 __all__ = ["find_user_code"]
 
@@ -59,8 +61,10 @@ def _list_user_code(pipe: Any, arguments: Mapping[str, Any]) -> Iterator[str]:
         if not is_library(cls.__module__):
             yield cls.__name__
         yield from (f"a patched {cls.__name__}.{name}" for name in _list_user_values(vars(cls)))
-    modules = [torch, functional, *(sys.modules[name] for name in list(sys.modules) if name.startswith("diffusers."))]
-    for module in modules:
+    functions = (*read_attention_backends().values(), *read_attention_functions().values())
+    yield from ("an attention function" for function in functions if not _is_library_object(function))
+    names = {name for name in list(sys.modules) if name.startswith("diffusers.")} | {cls.__module__ for cls in classes}
+    for module in (torch, functional, *(sys.modules.get(name) for name in sorted(names))):
         if isinstance(module, ModuleType):
             yield from (f"a patched {module.__name__}.{name}" for name in _list_user_values(vars(module)))
 

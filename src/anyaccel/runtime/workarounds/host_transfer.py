@@ -148,10 +148,12 @@ def _find_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     """Return the tensors that a torch function writes into: `out=`, and the first argument of in-place functions.
 
     The name of an in-place function ends with one underscore (`add_`, `_foreach_add_`) or is an augmented operator
-    (`__ior__`).
+    (`__ior__`). Batch and instance normalization write into the running statistics.
     """
     name = getattr(func, "__name__", "")
     written = [kwargs.get("out")]
+    if name in ("batch_norm", "instance_norm"):
+        written += [*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")]
     if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__":
         written.append(args[0] if args else next((kwargs[name] for name in _FIRST_ARGUMENT if name in kwargs), None))
     values = [item for value in written for item in (value if isinstance(value, list | tuple) else (value,))]
