@@ -146,7 +146,8 @@ def weight_norm_added(session: Session) -> Any:
     return twice(session, lambda pipe: parametrizations.weight_norm(pipe.unet.conv_in))
 
 
-@usage(GROUP)
+# The compiled UNet stores its weights in channels-last format.
+@usage(GROUP, rejected=dict.fromkeys(("cuda-compiled", "cuda-captured"), "view size is not compatible"))
 def parameters_flattened(session: Session) -> Any:
     """`parameters_to_vector` and `vector_to_parameters`."""
 
