@@ -54,7 +54,7 @@ class PipelineFacts:
 
     @property
     def main_dtype(self) -> str:
-        """The dtype of the loaded denoiser (the first one), or of the first component if there is no denoiser."""
+        """The dtype in which the first denoiser was loaded, or the first component if there is no denoiser."""
         denoisers = [component for component in self.components if component.denoises]
         return next((component.dtype for component in denoisers or self.components), "float32")
 
