@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 
 import anyaccel
 from anyaccel.backends.devices.cpu import CpuDriver
@@ -22,6 +23,8 @@ from anyaccel.runtime.speed import apply_speedups
 from anyaccel.runtime.speed import compile as compile_module
 from anyaccel.runtime.speed.apply_speedups import remove_speedups
 from anyaccel.runtime.speed.compiled_forward import CompiledForward, compile_blocks, compile_forward, find_compiled
+from anyaccel.runtime.speed.float8 import Float8Linear
+from anyaccel.runtime.speed.module_fingerprint import is_in_training
 from tests.conftest import NEEDS_RECIPES
 from tests.runtime.speed.small_pipelines import Blocks, make_small
 
@@ -32,9 +35,10 @@ class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(3, 3)
+        self.dropout = torch.nn.Dropout(0.5)
 
     def forward(self, sample: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.layer(sample).relu()
+        output: torch.Tensor = self.dropout(self.layer(sample).relu())
         return output
 
 
@@ -405,21 +409,42 @@ def test_removed_denoisers_are_skipped(options: dict[str, Any], monkeypatch: pyt
     pipe.to("cpu", compile=False)
 
 
-def test_training_mode_runs_eagerly() -> None:
-    def run_compiled(module: Model, sample: torch.Tensor) -> torch.Tensor:
+def count_compiled_runs(model: torch.nn.Module, *changes: Callable[[], Any]) -> int:
+    """Return how often a compiled model runs compiled, if it runs once after each of the changes."""
+
+    def run_compiled(module: Any, sample: torch.Tensor) -> Any:
         calls.append(sample)
-        return Model.forward(module, sample)
+        return type(module).forward(module, sample)
 
     calls: list[torch.Tensor] = []
-    model, sample = Model().eval(), torch.ones(2, 3)
     compiled = CompiledForward(model, "unet", run_compiled)
     forward = functools.partial(type(model).forward, model)
     with torch.no_grad():
-        for training in (False, True, False):
-            model.layer.train(training)
+        for change in changes:
+            change()
             compiled.begin_call()
-            compiled(forward, (sample,), {})
-    assert len(calls) == 2
+            compiled(forward, (torch.ones(2, 3),), {})
+    return len(calls)
+
+
+def test_training_mode_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model().eval()
+    assert count_compiled_runs(model, model.eval, model.dropout.train, model.train, model.eval) == 2
+    assert caplog.messages == ["anyaccel: unet runs eagerly while it is in training mode"]
+
+
+def test_new_layers_run_compiled() -> None:
+    model = Model().eval()
+
+    def add_adapter() -> None:
+        # Layers that are in training mode, as all new ones.
+        inject_adapter_in_model(LoraConfig(r=2, target_modules=["layer"]), model)
+
+    assert count_compiled_runs(model, model.eval, add_adapter) == 2
+    assert is_in_training(
+        inject_adapter_in_model(LoraConfig(target_modules=["layer"], lora_dropout=0.1), Model().eval())
+    )
+    assert not Float8Linear(torch.nn.Linear(3, 3).eval()).training
 
 
 def test_weights_that_share_memory_keep_their_format() -> None:

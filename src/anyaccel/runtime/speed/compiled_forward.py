@@ -16,7 +16,7 @@ import torch
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import summarize_error
 from anyaccel.forward_overrides import Slot, get_override, set_override
-from anyaccel.runtime.speed.module_fingerprint import LayerHooks, PatchedCode
+from anyaccel.runtime.speed.module_fingerprint import LayerHooks, PatchedCode, is_in_training
 from anyaccel.runtime.workarounds.function_modes import has_foreign_modes
 from anyaccel.upstream.torch_compile_internals import (
     remove_compiled_call,
@@ -79,7 +79,9 @@ class CompiledForward:
             self._fall_back(module, "another library replaced the forward method of the model or of a layer")
         elif self._code.changed():
             self._fall_back(module, "its code was patched after compilation")
-        self._is_training = any(layer.training for layer in module.modules())
+        was_training, self._is_training = self._is_training, is_in_training(module)
+        if self._is_training and not was_training:
+            _LOG.warning("anyaccel: %s runs eagerly while it is in training mode", self.name)
         was_patched, self._is_torch_patched = self._is_torch_patched, self._torch_code.changed()
         if self._is_torch_patched and not was_patched:
             _LOG.warning("anyaccel: %s runs eagerly while a function of torch is patched", self.name)

@@ -35,6 +35,7 @@ class Float8Linear(torch.nn.Module):
         self.register_buffer("scales", scales)
         self.bias = layer.bias
         self.dtype = layer.weight.dtype
+        self.train(layer.training)
 
     @property
     def weight(self) -> torch.Tensor:

@@ -30,7 +30,15 @@ from anyaccel.upstream.torch_internals import (
     read_hook_tables,
 )
 
-__all__ = ["ENTRY_METHODS", "LayerHooks", "ModuleFingerprint", "PatchedCode", "list_classes", "list_code_owners"]
+__all__ = [
+    "ENTRY_METHODS",
+    "LayerHooks",
+    "ModuleFingerprint",
+    "PatchedCode",
+    "is_in_training",
+    "list_classes",
+    "list_code_owners",
+]
 
 ENTRY_METHODS = ("forward", "__call__", CONVOLUTION_FORWARD)
 # Attributes of a layer that contain an object with attributes of its own: attention processors, and the configs of
@@ -39,6 +47,28 @@ _OWNED_OBJECTS = ("processor", "config")
 _CODE = (FunctionType, BuiltinFunctionType, MethodDescriptorType, classmethod, staticmethod, property)
 # Libraries whose functions call functions of their other modules.
 _FOLLOWED_LIBRARIES = frozenset(("diffusers", "peft"))
+# Layers of torch and peft work the same way in training mode, except for these.
+_LAYER_LIBRARIES = frozenset(("torch", "peft", "anyaccel"))
+_DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout,
+             torch.nn.FeatureAlphaDropout)  # fmt: skip
+_OTHERS_WITH_TRAINING_MODE = (
+    torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm, torch.nn.InstanceNorm1d,
+    torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d, torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer,
+    torch.nn.TransformerDecoderLayer, torch.nn.RReLU, torch.nn.RNNBase,
+)  # fmt: skip
+
+
+def is_in_training(module: torch.nn.Module) -> bool:
+    """Return whether a layer of a module is in training mode and may therefore work differently."""
+    return any(layer.training and _depends_on_training(layer) for layer in module.modules())
+
+
+def _depends_on_training(layer: torch.nn.Module) -> bool:
+    # New layers are in training mode, and peft leaves those of adapters in it.
+    if isinstance(layer, _DROPOUTS):
+        return layer.p > 0
+    library = type(layer).__module__.partition(".")[0]
+    return isinstance(layer, _OTHERS_WITH_TRAINING_MODE) or library not in _LAYER_LIBRARIES
 
 
 class LayerHooks:
