@@ -85,6 +85,12 @@ def test_channels_last_applies_to_2d_convolutions(name: str, monkeypatch: pytest
     numpy.testing.assert_allclose(run(recipe, pipe), expected, atol=1e-4)
     assert pipe.plan.report.not_compiled is None
     assert pipe.plan.report.compiled_models.value
+    # Not in models with 3-D convolutions, and not in the encoder, which is not compiled.
+    is_image = name == "stable-diffusion"
+    for module, is_converted in ((pipe.vae.decoder, is_image), (pipe.vae.encoder, False)):
+        weights = [layer.weight for layer in module.modules() if isinstance(layer, torch.nn.Conv2d)]
+        weights = [weight for weight in weights if weight[0, 0].numel() > 1]
+        assert {weight.is_contiguous(memory_format=torch.channels_last) for weight in weights} == {is_converted}
 
 
 def test_errors_of_the_model_are_raised() -> None:

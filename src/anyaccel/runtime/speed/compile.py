@@ -89,8 +89,10 @@ def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
         if has_decoder(model) and not LayerHooks(model.decoder).has_foreign_forward()
     ]
     if plan.channels_last.value:
-        for name in (*denoisers, *decoders):
-            _convert_to_channels_last(models[name])
+        # Not the encoder of an autoencoder, which is not compiled: eager normalization layers convert to the other
+        # format and back.
+        for module in [models[name] for name in denoisers] + [models[name].decoder for name in decoders]:
+            _convert_to_channels_last(module)
     for name in denoisers:
         if policy.region == "blocks":
             compile_blocks(models[name], name, options)
@@ -104,9 +106,11 @@ def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
 
 
 def _convert_to_channels_last(model: torch.nn.Module) -> None:
-    """Convert the weights of 2-D convolutions to the channels-last memory format."""
-    # Layer by layer: `model.to(memory_format=…)` raises for the 5-D weights of 3-D convolutions.
+    """Convert the weights of 2-D convolutions to the channels-last memory format, unless the model is for videos."""
+    # Layer by layer, because `model.to(memory_format=…)` would also convert weights that are not of convolutions.
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, torch.nn.Conv2d)]
+    if any(isinstance(layer, torch.nn.Conv3d) for layer in model.modules()):
+        return  # its 2-D convolutions get contiguous frames from 3-D ones, and would convert each of them
     # In inference mode, the new weights could not be trained.
     with torch.inference_mode(False), torch.no_grad():
         for layer in layers:
