@@ -2,7 +2,7 @@
 
     python -m tests.differential                                  all usages, all variants without real accelerators
     python -m tests.differential --variant cuda --processes 14 --out benchmarks/results/differential_cuda.json
-    python -m tests.differential --variant cuda-compiled --usages default_call lora
+    python -m tests.differential --variant cuda-captured --usages default_call lora
     python -m tests.differential --write-docs                     write docs/compatibility.md from the stored results
 
 Each usage runs in processes of its own, `--processes` of them at the same time. Each result is appended to a file of

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import PIL.Image
 import torch
 
 from anyaccel.emulator.run_forked import run_forked
@@ -125,15 +124,7 @@ def _freeze(value: Any) -> Any:
         return value
     if isinstance(value, list | tuple) and all(isinstance(entry, str | int | float | bool) for entry in value):
         return tuple(value)
-    images = _flatten(value)
-    if all(isinstance(image, PIL.Image.Image) for image in images):
-        return numpy.stack([numpy.asarray(image) for image in images])
     return as_array(value)
-
-
-def _flatten(value: Any) -> list[Any]:
-    """Return the entries of nested lists: some pipelines return a list of images for each video."""
-    return [entry for part in value for entry in _flatten(part)] if isinstance(value, list | tuple) else [value]
 
 
 @dataclass

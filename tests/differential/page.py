@@ -50,7 +50,7 @@ CI runs a fixed eighth of the usages on the CPU. To run all of them:
 
 ```console
 $ python -m tests.differential --variant cpu split served mps neuron --out build/differential.json
-$ python -m tests.differential --variant cuda cuda-compiled cuda-captured --processes 12 --out build/cuda.json
+$ python -m tests.differential --variant cuda cuda-captured --processes 12 --out build/cuda.json
 ```
 
 An interrupted run continues where it stopped if you run the same command again.

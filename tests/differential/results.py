@@ -69,7 +69,8 @@ def _judge(usage: Usage, variant: Variant, expected: Observation, actual: Observ
         return result(status, text=actual.error or "no error")
     if variant.served and actual.requests == 0 and not actual.error:
         return result("skipped", text="makes no request")
-    comparison = compare(expected, actual, max(usage.tolerance, variant.tolerance))
+    allowed = max(usage.tolerance, variant.tolerance, usage.compiled_tolerance if variant.options.get("compile") else 0)
+    comparison = compare(expected, actual, allowed)
     if not comparison.lines:
         return result("close" if comparison.difference else "same", comparison.difference)
     text = "; ".join(comparison.lines)

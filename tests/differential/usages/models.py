@@ -10,7 +10,7 @@ import diffusers.modular_pipelines
 import torch
 
 from anyaccel.recipes import recipes
-from tests.differential.session import Session, as_array, usage
+from tests.differential.session import HALF_PRECISION, Session, as_array, usage
 from tests.differential.usages.calls import generator, generators, simple
 
 GROUP = "other pipelines"
@@ -133,7 +133,7 @@ def tiny_vae(session: Session) -> Any:
     return {"before": first, "after": session.run(pipe)}
 
 
-@usage(GROUP)
+@usage(GROUP, compiled_tolerance=HALF_PRECISION)
 def model_assigned_in_another_dtype(session: Session) -> Any:
     """`pipe.vae = vae`, with a VAE in bfloat16 and the other models in float32."""
     pipe = session.make("wan")
@@ -142,7 +142,7 @@ def model_assigned_in_another_dtype(session: Session) -> Any:
     return {"first": first, "second": session.run(pipe, "wan"), "dtype": str(pipe.vae.dtype)}
 
 
-@usage(GROUP)
+@usage(GROUP, compiled_tolerance=HALF_PRECISION)
 def model_cast_before_the_pipeline_is_moved(session: Session) -> Any:
     """`pipe.vae.to(torch.bfloat16)`, then `pipe.to(device)` without a dtype."""
     pipe = session.make("wan")

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.differential.session import Session, usage
+from tests.differential.session import HALF_PRECISION, Session, usage
 
 GROUP = "contexts of torch"
 
@@ -129,6 +129,7 @@ under("call_under_profiler", "A call inside `torch.profiler.profile()`.",
         "mps": "autocast is a feature of the real device", "neuron": "autocast is a feature of the real device",
         "served": "autocast applies to one thread, and a batch runs in the thread of any request",
     },
+    compiled_tolerance=HALF_PRECISION,
 )  # fmt: skip
 def call_under_autocast(session: Session) -> Any:
     """A call inside `torch.autocast` with bfloat16."""

@@ -147,7 +147,7 @@ def weight_norm_added(session: Session) -> Any:
 
 
 # The compiled UNet stores its weights in channels-last format.
-@usage(GROUP, rejected=dict.fromkeys(("cuda-compiled", "cuda-captured"), "view size is not compatible"))
+@usage(GROUP, rejected={"cuda-captured": "view size is not compatible"})
 def parameters_flattened(session: Session) -> Any:
     """`parameters_to_vector` and `vector_to_parameters`."""
 
