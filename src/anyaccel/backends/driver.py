@@ -125,7 +125,7 @@ class Driver:
     def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Copy a CPU tensor to the device, asynchronously if the device supports it."""
         # A non-blocking copy needs pinned memory: from pageable memory it waits for earlier work on the device.
-        if not self.has_events or tensor.nbytes > _MAX_PINNED_BYTES:
+        if not self.has_events or not _can_be_pinned(tensor) or tensor.nbytes > _MAX_PINNED_BYTES:
             return tensor.to(device)
         return tensor.pin_memory().to(device, non_blocking=True)
 
@@ -237,3 +237,11 @@ def _probe(dtype: str, doubted: DtypeLimit, device: torch.device) -> Answer:
     if effect is None:
         return Yes(says=says, source=doubted.source, evidence="hardware")
     return replace(doubted, says=says, effect=effect, evidence="hardware", only_on=(), only_if=())
+
+
+def _can_be_pinned(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is plain, dense, and not expanded: the elements of such a one share memory."""
+    import torch
+
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return is_plain and not (0 in tensor.stride() and tensor.numel() > 1)

@@ -10,8 +10,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from diffusers import UniPCMultistepScheduler
 
-from anyaccel.backends.device import OpenDevice
+from anyaccel.backends.device import OpenDevice, open_device
 from anyaccel.backends.driver import Driver
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
@@ -59,9 +60,9 @@ def make_pipe() -> tuple[Any, RecordingDriver]:
     return pipe, driver
 
 
-def call(pipe: Any) -> Any:
+def call(pipe: Any, **changes: Any) -> Any:
     arguments = {name: value for name, value in recipes()[RECIPE].call().items() if name != "generator"}
-    return pipe(**{**arguments, "seed": 7, "output_type": "np"})
+    return pipe(**{**arguments, "seed": 7, "output_type": "np", **changes})
 
 
 def test_shared_calls_copy_noise_and_image_on_the_side_stream() -> None:
@@ -83,6 +84,32 @@ def test_shared_calls_copy_noise_and_image_on_the_side_stream() -> None:
     assert events.count("wait side_stream back") == events.count("wait") == events.count("side_stream"), (
         "nothing else may wait"
     )
+
+
+def test_coefficients_of_a_scheduler_are_copied_without_waiting() -> None:
+    def use(accelerator: VirtualAccelerator) -> Any:
+        pipe, driver = make_pipe()
+        pipe.scheduler = UniPCMultistepScheduler(solver_order=3)  # type: ignore[no-untyped-call]
+        call(pipe, num_inference_steps=5)
+        return driver.seen
+
+    seen = run_forked(DEVICE, use)
+    assert ("send", (2,)) in seen, "the weights of two earlier steps"
+    assert {event[0] for event in seen} == {"send"}
+
+
+def test_only_plain_dense_tensors_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor)
+        return tensor.clone()
+
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    driver = type("DriverWithEvents", (Driver,), {"has_events": True})(open_device("cpu").sheet)
+    dense, expanded = torch.randn(2, 3), torch.randn(2, 1).expand(2, 3)
+    for tensor in (dense, expanded, dense.to_sparse()):
+        assert torch.equal(driver.send(tensor, torch.device("cpu")).to_dense(), tensor.to_dense())
+    assert [tensor is dense for tensor in pinned] == [True]
 
 
 def test_nan_in_a_shared_call_is_detected() -> None:

@@ -268,8 +268,10 @@ class _CallRun:
                 or self.side_stream_copy is not None
                 or not _needs_no_function_mode(placement, plan, source)
             ):
+                # `send` does not wait for the device: UniPC's coefficients are copied in every step.
+                copy = placement.opened.driver.send
                 stack.enter_context(
-                    make_pipeline_function_mode(plan, placement.device, cpu_tensors, self.side_stream_copy)
+                    make_pipeline_function_mode(plan, placement.device, cpu_tensors, self.side_stream_copy, copy)
                 )
             # Last, and so left first: an interrupted call may leave modes on the stack.
             stack.enter_context(preserve_function_modes())

@@ -32,7 +32,7 @@ from anyaccel.runtime.workarounds import (
     sliced_attention,
     uninitialized_memory,
 )
-from anyaccel.runtime.workarounds.host_transfer import HostTransfer
+from anyaccel.runtime.workarounds.host_transfer import CopyFunction, HostTransfer
 from anyaccel.runtime.workarounds.out_argument import supporting_out
 from anyaccel.runtime.workarounds.scheduler_tensors_on_cpu import CpuTensors
 from anyaccel.runtime.workarounds.side_stream_copy import SideStreamCopy
@@ -215,12 +215,15 @@ def make_pipeline_function_mode(
     device: torch.device,
     cpu_tensors: CpuTensors | None = None,
     side_stream_copy: SideStreamCopy | None = None,
+    copy: CopyFunction = torch.Tensor.to,
 ) -> PipelineFunctionMode:
-    """Return the function mode for one pipeline call; pass `side_stream_copy` if calls share the device."""
+    """Return the function mode for one pipeline call; pass `side_stream_copy` if calls share the device.
+
+    `copy` copies CPU tensors that are used together with device tensors, such as coefficients of the scheduler.
+    """
     host_transfer = make_host_transfer(plan, device)
     host_transfer.cpu_tensors = cpu_tensors
-    if side_stream_copy is not None:
-        host_transfer.copy = side_stream_copy.to_device
+    host_transfer.copy = copy
     handlers = _make_handlers(plan, device, host_transfer.replacements)
     # After the dtype handlers, which these replace: noise is drawn in float32 and cast before the copy.
     handlers |= noise.make_handlers(device, host_transfer.replacements, host_transfer.copy)
