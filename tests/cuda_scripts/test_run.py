@@ -17,6 +17,7 @@ import pytest
 from anyaccel.cli.run import split_device
 from anyaccel.cuda_scripts.library_patches import _PatchOnImport
 from anyaccel.errors import UsageError
+from anyaccel.recipes import recipes
 from tests.conftest import NEEDS_RECIPES, RunCli
 from tests.cuda_scripts.matrix import (
     DEVICES,
@@ -138,6 +139,23 @@ def test_script_runs_on_the_cpu(run_cli_forked: RunCli, tmp_path: Path) -> None:
     script.write_text('import torch\nprint(torch.ones(3).cuda().device, torch.Generator("cuda").device)\n')
     done = run_cli_forked("run", "--device", "cpu", str(script))
     assert (done.returncode, done.stdout) == (0, "cpu cpu\n"), done.stderr
+
+
+@NEEDS_RECIPES
+def test_models_of_a_script_are_loaded_completely_on_the_cpu(run_cli_forked: RunCli, tmp_path: Path) -> None:
+    # transformers finds out with `torch.tensor([])` whether it is inside `torch.device("meta")`.
+    recipes()["stable-diffusion"].make().text_encoder.save_pretrained(tmp_path / "text_encoder")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\nfrom transformers import CLIPTextModel\n"
+        'with torch.device("meta"):\n    print(torch.tensor([]).device)\n'
+        f'model = CLIPTextModel.from_pretrained({str(tmp_path / "text_encoder")!r}).to("cuda")\n'
+        "(positions,) = [value for name, value in model.named_buffers() if name.endswith('position_ids')]\n"
+        "print(torch.equal(positions[0], torch.arange(positions.shape[1])))\n"
+    )
+    done = run_cli_forked("run", "--device", "cpu", str(script))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "meta\nTrue\n"
 
 
 def test_interrupt_exits_with_130(run_cli_forked: RunCli, tmp_path: Path) -> None:

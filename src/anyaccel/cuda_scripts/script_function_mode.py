@@ -16,10 +16,10 @@ import torch
 
 from anyaccel.backends.device_type_checks import is_host, is_on
 from anyaccel.cuda_scripts.migration import Migration, is_device_aware_library
-from anyaccel.emulator.torch_patch_registry import apply_patch, replace_by
+from anyaccel.emulator.torch_patch_registry import apply_patch, is_patched, replace_by
 from anyaccel.runtime.workarounds import noise
 from anyaccel.runtime.workarounds.function_modes import Handler, PipelineFunctionMode, make_pipeline_function_mode
-from anyaccel.upstream.torch_internals import find_property
+from anyaccel.upstream.torch_internals import find_property, refresh_factories
 
 __all__ = ["ScriptFunctionMode", "install_function_mode"]
 
@@ -110,6 +110,10 @@ class ScriptFunctionMode(PipelineFunctionMode):
 def install_function_mode(migration: Migration) -> ScriptFunctionMode:
     """Enter a `ScriptFunctionMode` in this thread and in every thread that is started later."""
     mode = make_pipeline_function_mode(migration.make_plan(), migration.device)
+    # `with torch.device(…)` compares functions with the originals, which torch reads at the first use. The emulator has
+    # already made it read them.
+    if not any(is_patched(f"torch.{name}") for name in _BUILDERS):
+        refresh_factories()
     for name in _BUILDERS:
         apply_patch(f"torch.{name}", lambda build: _translate_builder(build, migration), "scripts")
     apply_patch("torch.Tensor.record_stream", replace_by(_ignore_stream), "scripts")

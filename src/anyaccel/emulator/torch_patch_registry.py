@@ -20,7 +20,17 @@ from typing import Any
 
 from anyaccel.errors import UpstreamError
 
-__all__ = ["PATCHES", "Patch", "apply_patch", "find_patch", "patched", "remove_patches", "replace_by", "replace_class"]
+__all__ = [
+    "PATCHES",
+    "Patch",
+    "apply_patch",
+    "find_patch",
+    "is_patched",
+    "patched",
+    "remove_patches",
+    "replace_by",
+    "replace_class",
+]
 
 Wrap = Callable[[Any], Any]
 # The torch releases with which every entry was tested.
@@ -246,6 +256,11 @@ def apply_patch(name: str, wrap: Wrap, user: str) -> None:
     replacement = _REPLACEMENTS[name]
     replacement.layers[user] = wrap
     replacement.write()
+
+
+def is_patched(name: str) -> bool:
+    """Return whether an attribute is replaced."""
+    return name in _REPLACEMENTS
 
 
 def remove_patches(user: str) -> None:

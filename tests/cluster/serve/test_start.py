@@ -251,7 +251,8 @@ def make_facts(**changes: Any) -> ModelFacts:
     facts = ModelFacts(
         name="m", pipeline="P", device="a:0", virtual=True, dtype="float32", tasks=("generate", "edit"),
         parameters={"generate": ("prompt", "width"), "edit": ("image",)}, multiple=8, sizes=((64, 64), (128, 128)),
-        fixed_sizes=False, steps=8, guidance=2.0, batched={"unet": True}, max_concurrent=2, plan="plan of a",
+        fixed_sizes=False, defaults={"generate": {"num_inference_steps": 8}}, batched={"unet": True},
+        max_concurrent=2, plan="plan of a",
     )  # fmt: skip
     return replace(facts, **changes)
 

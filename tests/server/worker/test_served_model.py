@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from anyaccel.progress import StoppedError
 from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import DiffusionPipeline
 from anyaccel.server.batching.adapter_lock import AdapterLock
-from anyaccel.server.settings import ServedName, ServerSettings
+from anyaccel.server.http import image_request
+from anyaccel.server.http.image_request import EditRequest
+from anyaccel.server.settings import ServedName, ServerLimits, ServerSettings
 from anyaccel.server.worker.denoise_progress import StepObserver
 from anyaccel.server.worker.job_spec import JobSpec
 from anyaccel.server.worker.model_cache import ModelCache
@@ -66,6 +69,7 @@ def test_supported_tasks_are_detected_and_run(model: ServedModel, folder: Path) 
     assert facts.tasks == ("generate", "edit", "inpaint")
     assert facts.max_concurrent == 4
     assert facts.batched["unet"]
+    assert facts.defaults == {task: model._find_defaults(pipe) for task, pipe in model.pipes.items()}
     image, metadata = model.generate(make_job_spec(), 0, {}, StepObserver(ignore_step))
     assert abs(pixels(image) - run_single(folder)).max() <= 1
     assert (metadata.seed, metadata.steps, metadata.width) == (7, 4, SIZE)
@@ -78,6 +82,19 @@ def test_supported_tasks_are_detected_and_run(model: ServedModel, folder: Path) 
     )
     assert painted.size == (SIZE, SIZE)
     assert metadata.unrecorded == ("image", "mask_image")
+
+
+def test_each_task_has_the_defaults_of_its_pipeline(model: ServedModel) -> None:
+    # As those of FLUX.1: 3.5 for FluxPipeline, 7.0 for FluxImg2ImgPipeline.
+    class Edit:
+        def __call__(self, image: Any, guidance_scale: float = 7.0, num_inference_steps: int = 3) -> None: ...
+
+    defaults = {"generate": model._find_defaults(model.pipes["generate"]), "edit": model._find_defaults(Edit())}
+    facts = replace(model.facts(), defaults=defaults)
+    edit = image_request.make_job_spec(
+        EditRequest(prompt="a cat"), "edit", {"tiny": facts}, ServerLimits(), (SIZE, SIZE)
+    )
+    assert (edit.guidance_scale, edit.num_inference_steps) == (7.0, 3)
 
 
 def test_stopping_a_call_does_not_affect_others(model: ServedModel, folder: Path) -> None:

@@ -115,7 +115,7 @@ def make_job_spec(
             raise ApiError(
                 400, "unsupported_parameter", f"{facts.name} does not support the parameter {name}", param=name
             )
-    for name, value in (("num_inference_steps", facts.steps), ("guidance_scale", facts.guidance)):
+    for name, value in facts.defaults[task].items():
         if values[name] is None and name in facts.parameters[task]:
             values[name] = value  # recorded in the job, because the default depends on the model's version
     _check_strength(values, facts.parameters[task])

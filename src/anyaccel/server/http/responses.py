@@ -139,8 +139,8 @@ def describe_model(facts: ModelFacts, created: int) -> dict[str, Any]:
         "sizes": [f"{width}x{height}" for width, height in facts.sizes],
         "other_sizes": not facts.fixed_sizes,
         "multiple": facts.multiple,
-        "num_inference_steps": facts.steps,
-        "guidance_scale": facts.guidance,
+        **facts.defaults[facts.tasks[0]],
+        "defaults": {task: dict(values) for task, values in facts.defaults.items()},
         "loras": list(facts.loras),
         "parameters": {task: list(names) for task, names in facts.parameters.items()},
         # The next two keys keep their names from version 0.1.

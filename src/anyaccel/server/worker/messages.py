@@ -67,10 +67,8 @@ class ModelFacts:
     """Warmed-up sizes as (width, height); the first is the default."""
     fixed_sizes: bool
     """Whether only `sizes` are accepted, because another size would have to be compiled first."""
-    steps: int | None
-    """Default number of steps."""
-    guidance: float | None
-    """Default guidance scale."""
+    defaults: Mapping[str, Mapping[str, float | None]]
+    """Default number of steps and guidance scale of each task: the pipelines of a model can have different ones."""
     batched: Mapping[str, bool]
     """Whether each model component batches the steps of several requests."""
     max_concurrent: int

@@ -87,13 +87,16 @@ class ServedModel:
             multiple=find_size_multiple(self.pipe) or 1,
             sizes=self.sizes,
             fixed_sizes=self._is_static(),
-            steps=self.defaults.get("num_inference_steps", find_default(self.pipe, "num_inference_steps")),
-            guidance=self.defaults.get("guidance_scale", find_default(self.pipe, "guidance_scale")),
+            defaults={task: self._find_defaults(pipe) for task, pipe in self.pipes.items()},
             batched=self.batched,
             max_concurrent=self.max_concurrent,
             plan=str(plan),
             loras=tuple(lora.name for lora in self.settings.loras),
         )
+
+    def _find_defaults(self, pipe: Any) -> dict[str, float | None]:
+        names = ("num_inference_steps", "guidance_scale")
+        return {name: self.defaults.get(name, find_default(pipe, name)) for name in names}
 
     def generate(
         self, spec: JobSpec, index: int, inputs: Mapping[str, Image.Image], observer: StepObserver
