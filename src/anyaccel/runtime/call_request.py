@@ -11,6 +11,7 @@ import torch
 
 from anyaccel.call_limits import SIDES, read_seeds, to_integer
 from anyaccel.errors import UsageError
+from anyaccel.runtime.library_code import find_source, is_library
 
 __all__ = ["CallRequest", "bucket_of", "read_call_request", "shape_of"]
 
@@ -82,33 +83,19 @@ def read_call_request(
 
     Raise `UsageError` if both `seed` and `generator` are passed.
     """
-    kwargs, signature = dict(kwargs), inspect.signature(call)
+    kwargs, signature, decorator = dict(kwargs), inspect.signature(call), _find_decorator(call)
     # Some pipelines have a `seed` argument of their own.
     seed = None if "seed" in signature.parameters else kwargs.pop("seed", None)
     try:
         bound = signature.bind(pipe, *args, **kwargs)
-    except TypeError as error:  # Python's own message starts with the name of the function
-        raise TypeError(f"{getattr(call, '__qualname__', '__call__')}() {error}") from None
-    arguments: dict[str, Any] = {}
-    accepts: set[str] = set()
-    positional: tuple[str, ...] = ()
-    for name, parameter in list(signature.parameters.items())[1:]:  # without self
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            values = bound.arguments.get(name, ())
-            if values:
-                # Parameters before `*args` can then be passed only by position.
-                positional = (*arguments, *_name_values(pipe, len(arguments), values, bound.kwargs))
-                arguments.update(zip(positional[len(arguments) :], values, strict=True))
-                accepts.update(positional)
-            continue
-        if parameter.kind is parameter.VAR_KEYWORD:
-            arguments.update(bound.arguments.get(name, {}))
-            accepts |= bound.arguments.get(name, {}).keys()
-        elif name in bound.arguments:
-            arguments[name] = bound.arguments[name]
-            if parameter.kind is parameter.POSITIONAL_ONLY:
-                positional = (*positional, name)
-        accepts.add(name)
+    except TypeError as error:
+        bound = _bind_to_decorator(decorator, (pipe, *args), kwargs)
+        if bound is None:  # Python's own message starts with the name of the function
+            raise TypeError(f"{getattr(call, '__qualname__', '__call__')}() {error}") from None
+        signature = bound.signature
+    arguments, accepts, positional = _read_arguments(pipe, signature, bound)
+    if decorator is not None and not positional:  # it may pass arguments of its own before those of the caller
+        positional = tuple(arguments)[: len(args)]
     accepts |= _block_inputs(pipe)
     integers = {name: to_integer(arguments.get(name)) for name in _INTEGERS}
     arguments.update({name: value for name, value in integers.items() if value is not None})
@@ -129,6 +116,52 @@ def read_call_request(
     if arguments.get("generator") is not None:
         raise UsageError("seed and generator cannot be used together", hint="pass either seed or generator")
     return replace(request, seeds=read_seeds(seed, request.images))
+
+
+def _find_decorator(call: Any) -> Any:
+    """Return the first function of the user that wraps the pipeline's `__call__`; None if there is none."""
+    while hasattr(call, "__wrapped__"):
+        if not is_library(find_source(call)):
+            return call
+        call = call.__wrapped__
+    return None
+
+
+def _read_arguments(
+    pipe: Any, signature: inspect.Signature, bound: inspect.BoundArguments
+) -> tuple[dict[str, Any], set[str], tuple[str, ...]]:
+    """Return the arguments by name, the names that are accepted, and those that must be passed by position."""
+    arguments: dict[str, Any] = {}
+    accepts: set[str] = set()
+    positional: tuple[str, ...] = ()
+    for name, parameter in list(signature.parameters.items())[1:]:  # without self
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            values = bound.arguments.get(name, ())
+            if values:
+                # Parameters before `*args` can then be passed only by position.
+                positional = (*arguments, *_name_values(pipe, len(arguments), values, bound.kwargs))
+                arguments.update(zip(positional[len(arguments) :], values, strict=True))
+                accepts.update(positional)
+            continue
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments.update(bound.arguments.get(name, {}))
+            accepts |= bound.arguments.get(name, {}).keys()
+        elif name in bound.arguments:
+            arguments[name] = bound.arguments[name]
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                positional = (*positional, name)
+        accepts.add(name)
+    return arguments, accepts, positional
+
+
+def _bind_to_decorator(decorator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments | None:
+    """Bind arguments to the signature of a decorator, which may pass others to the function that it wraps."""
+    if decorator is None:
+        return None
+    try:
+        return inspect.signature(decorator, follow_wrapped=False).bind(*args, **kwargs)
+    except TypeError:
+        return None
 
 
 def _find_per_call_arguments(pipe: Any) -> frozenset[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -218,6 +220,51 @@ def subclass_with_own_arguments(session: Session) -> Any:
     pipe.set_progress_bar_config(disable=True)
     arguments = session.arguments(num_images_per_prompt=2, generator=[generator(1)(), generator(2)()])
     return pipe(strength_of_style=0.5, **arguments).images
+
+
+@usage(CALL)
+def call_with_a_decorator(session: Session) -> Any:
+    """A subclass whose `__call__` has a decorator that passes an argument of its own."""
+
+    def add_style(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return function(self, "in watercolor", *args, **kwargs)
+
+        return call
+
+    class Pipeline(diffusers.StableDiffusionPipeline):
+        @add_style
+        def __call__(self, style: str, prompt: str | None = None, **kwargs: Any) -> Any:
+            return super().__call__(f"{prompt} {style}", **kwargs)
+
+    pipe = session.place(Pipeline(**session.make(place=False).components))
+    pipe.set_progress_bar_config(disable=True)
+    arguments = session.arguments()
+    return {
+        "keywords": as_array(pipe(**arguments).images),
+        "positional": as_array(pipe(arguments.pop("prompt"), **{**arguments, "generator": generator(0)()}).images),
+    }
+
+
+@usage(CALL)
+def output_with_slots(session: Session) -> Any:
+    """A subclass whose output has `to_tuple` and cannot have new attributes."""
+
+    @dataclass(slots=True)
+    class Output:
+        images: Any
+
+        def to_tuple(self) -> tuple[Any]:
+            return (self.images,)
+
+    class Pipeline(diffusers.StableDiffusionPipeline):
+        def __call__(self, **kwargs: Any) -> Any:
+            return Output(super().__call__(**kwargs).images)
+
+    pipe = session.place(Pipeline(**session.make(place=False).components))
+    pipe.set_progress_bar_config(disable=True)
+    return session.run(pipe)
 
 
 @usage(CALL)

@@ -193,8 +193,8 @@ def _warn_tiling(placement: Placement) -> None:
 
 
 def _attach_plan(result: Any, placement: Placement, request: CallRequest) -> None:
-    """Add `plan` and `seeds` attributes to a pipeline's output object; leave tuples and its own fields unchanged."""
-    if hasattr(result, "to_tuple"):
+    """Add `plan` and `seeds` to an output object that can have new attributes; leave its own fields unchanged."""
+    if hasattr(result, "to_tuple") and hasattr(result, "__dict__"):
         plan = replace(placement.plan, report=replace(placement.report))  # later calls change the pipeline's report
         own = {field.name for field in fields(result)} if is_dataclass(result) else set(vars(result))
         vars(result).update({k: v for k, v in {"plan": plan, "seeds": request.seeds}.items() if k not in own})

@@ -38,8 +38,7 @@ __all__ = ["end_phase", "has_unstreamed_weights", "map_offloaded_weights", "move
 def map_offloaded_weights(pipe: Any, residence: Residence, opened: OpenDevice) -> None:
     """Replace the weights that a memory mode keeps on disk with weights mapped from files."""
     if residence == "phase" or (residence == "layer" and opened.sheet.unified_memory):
-        for model in find_models(pipe).values():
-            map_weights(model)
+        map_weights(find_models(pipe).values())
 
 
 def set_residence(pipe: Any, residence: Residence, device: torch.device, opened: OpenDevice) -> None:

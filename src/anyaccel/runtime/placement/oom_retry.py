@@ -21,6 +21,7 @@ from anyaccel.planning.workarounds import choose_workarounds
 from anyaccel.processes.gc_control import release_unreachable
 from anyaccel.runtime.call_request import CallRequest, shape_of
 from anyaccel.runtime.introspection import find_components, find_denoisers, find_models, read_facts
+from anyaccel.runtime.library_code import is_library
 from anyaccel.runtime.placement.memory_plan import (
     CallPlan,
     find_capacity,
@@ -39,7 +40,6 @@ from anyaccel.runtime.placement.oom_history import has_outcome, load_outcome, sa
 from anyaccel.runtime.placement.row_split import find_split_obstacle
 from anyaccel.runtime.placement_state import Placement, find_placement, record_placed_models
 from anyaccel.runtime.speed.apply_speedups import forget_captured_graphs, remove_speedups
-from anyaccel.runtime.speed.custom_code import is_library
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 from anyaccel.runtime.workarounds.model_inputs import set_input_adapters
 from anyaccel.tracing.footprint_measurement import set_vae_tiling

@@ -17,6 +17,7 @@ import torch
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import first_line
 from anyaccel.forward_overrides import ForwardOverrides, Slot, remove_override, set_override
+from anyaccel.runtime.library_code import find_source, is_library_code
 from anyaccel.runtime.placement.row_arguments import (
     Arguments,
     NotSplittableError,
@@ -26,7 +27,7 @@ from anyaccel.runtime.placement.row_arguments import (
     load_table,
     split_arguments,
 )
-from anyaccel.runtime.speed.custom_code import find_custom_code, find_source, is_library_code
+from anyaccel.runtime.speed.custom_code import find_custom_code
 from anyaccel.runtime.workarounds.function_modes import has_foreign_modes
 from anyaccel.upstream.accelerate_internals import find_hooked_forward
 from anyaccel.upstream.diffusers_internals import STATELESS_HOOKS, list_hooks

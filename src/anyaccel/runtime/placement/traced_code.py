@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from anyaccel.forward_overrides import OVERRIDES_KEY
 from anyaccel.runtime.introspection import plain_class
-from anyaccel.runtime.speed.custom_code import find_source, is_library
+from anyaccel.runtime.library_code import is_library, is_library_code
 from anyaccel.upstream.diffusers_internals import read_attention_backends
 from anyaccel.upstream.torch_internals import (
     MODULE_HOOKS,
@@ -110,13 +110,4 @@ def _is_library_object(value: Any) -> bool:
         return is_library(value.__module__)
     if kind is property:
         return all(_is_library_object(function) for function in (value.fget, value.fset) if function is not None)
-    return is_library(kind.__module__) and (not issubclass(kind, _FUNCTIONS) or _is_library_function(value))
-
-
-def _is_library_function(function: Any) -> bool:
-    while isinstance(function, _FUNCTIONS):  # functions in C have no source
-        if not is_library(find_source(function)):
-            return False
-        # A decorator of a library, such as `torch.no_grad()`, calls a function of the user.
-        function = getattr(function, "__wrapped__", None)
-    return True
+    return is_library(kind.__module__) and (not issubclass(kind, _FUNCTIONS) or is_library_code(value))

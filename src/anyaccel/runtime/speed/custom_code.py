@@ -5,33 +5,17 @@ A compiled or captured model would skip this code, and it may combine the images
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Iterator
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from anyaccel.backends.registry import load_registry
 from anyaccel.forward_overrides import OVERRIDES_KEY, ForwardOverrides
+from anyaccel.runtime.library_code import MODEL_LIBRARIES, is_library_code
 from anyaccel.runtime.speed.module_fingerprint import ENTRY_METHODS, PatchedCode, list_classes, list_code_owners
-from anyaccel.upstream.diffusers_internals import ATTENTION_LIBRARIES, read_attention_backends
+from anyaccel.upstream.diffusers_internals import read_attention_backends
 
-__all__ = ["find_custom_code", "find_source", "is_library", "is_library_code"]
-
-# Libraries with layers and processors that do the same work at every call.
-_MODEL_LIBRARIES = frozenset(("torch", "diffusers", "transformers", "peft", "torchao", "accelerate", "anyaccel"))
-# Other libraries that these import functions from, or whose decorators they use. Mocks of unittest are user code.
-_IMPORTED_LIBRARIES = (
-    _MODEL_LIBRARIES
-    | (sys.stdlib_module_names - {"unittest"})
-    | {"huggingface_hub", "numpy", "packaging", "PIL", "safetensors", "scipy", "sentencepiece", "tokenizers", "tqdm"}
-    | {"triton", "typing_extensions"}
-    | ATTENTION_LIBRARIES
-)
-_BUILTINS = (BuiltinFunctionType, MethodDescriptorType)
+__all__ = ["find_custom_code"]
 
 # Classes of models without patched code, with their code at the time of the search and the number of names per owner.
 _UNPATCHED: dict[frozenset[type], tuple[PatchedCode, list[Any], list[int]]] = {}
@@ -40,7 +24,7 @@ _UNPATCHED: dict[frozenset[type], tuple[PatchedCode, list[Any], list[int]]] = {}
 def find_custom_code(module: torch.nn.Module) -> str:
     """Return a description of the user code in a module or in the functions that it uses; empty if there is none."""
     for cls in list_classes(module):
-        if cls.__module__.partition(".")[0] not in _MODEL_LIBRARIES:
+        if cls.__module__.partition(".")[0] not in MODEL_LIBRARIES:
             return cls.__name__
         for name in ENTRY_METHODS:
             function = getattr(cls, name, None)
@@ -76,61 +60,3 @@ def _find_patched_code(module: torch.nn.Module) -> str:
                 return f"a patched {owner.__name__}.{name}"
     _UNPATCHED[key] = code, owners, lengths
     return ""
-
-
-def is_library_code(function: Any) -> bool:
-    """Return whether a function, and all functions that decorators of libraries wrapped, belong to known libraries."""
-    return all(is_library(find_source(layer)) for layer in _unwrap(function))
-
-
-def is_library(source: str) -> bool:
-    """Return whether a Python module belongs to a known library."""
-    library = source.partition(".")[0]
-    return library in _IMPORTED_LIBRARIES or library in _list_vendor_libraries()
-
-
-def _unwrap(function: Any) -> Iterator[Any]:
-    """Yield a function and those inside it: `torch.no_grad()` and `torch.compile` return functions of torch."""
-    seen: set[int] = set()
-    while function is not None and id(function) not in seen:
-        yield function
-        seen.add(id(function))
-        # Not `getattr`: a mock has every attribute.
-        function = getattr(function, "__dict__", {}).get("__wrapped__")
-
-
-@functools.cache
-def _list_vendor_libraries() -> frozenset[str]:
-    """Return the top-level names of the libraries of accelerators, which replace functions of torch."""
-    sheets = [sheet for backend in load_registry().backends.values() for sheet in backend.sheets]
-    return frozenset(module.partition(".")[0] for sheet in sheets for module in sheet.modules)
-
-
-def find_source(function: Any) -> str:
-    """Return the name of the Python module that defines a function or a callable object."""
-    function = _find_function(function)
-    # By its globals and not by `__module__`: `functools.wraps` copies `__module__` and would hide a patch.
-    if isinstance(function, FunctionType):
-        return str(function.__globals__.get("__name__"))
-    if isinstance(function, _BUILTINS):
-        owner = function.__objclass__ if isinstance(function, MethodDescriptorType) else function.__self__
-        owner = owner if isinstance(owner, type | ModuleType) else type(owner)
-        return str(function.__module__ if getattr(function, "__module__", None) else _read_name(owner))
-    return function.__module__ if isinstance(function, type) else type(function).__module__
-
-
-def _find_function(value: Any) -> Any:
-    """Return the function inside a method, descriptor or partial function."""
-    while True:
-        if isinstance(value, property):
-            value = value.fget
-        elif isinstance(value, classmethod | staticmethod | MethodType):
-            value = value.__func__
-        elif isinstance(value, functools.partial | functools.partialmethod | functools.cached_property):
-            value = value.func
-        else:
-            return value
-
-
-def _read_name(owner: Any) -> str:
-    return str(owner.__name__ if isinstance(owner, ModuleType) else owner.__module__)
