@@ -49,7 +49,7 @@ class CallRequest:
     seeds: tuple[int, ...] = ()
     """One seed per image; empty if the call has none."""
     positional: tuple[str, ...] = ()
-    """Names of the arguments that must be passed by position, because the pipeline's signature requires it."""
+    """Names of the arguments that are passed by position: those that the caller passed so."""
     pipeline: str = ""
     """The name of the pipeline class."""
     per_call: frozenset[str] = frozenset()
@@ -83,19 +83,18 @@ def read_call_request(
 
     Raise `UsageError` if both `seed` and `generator` are passed.
     """
-    kwargs, signature, decorator = dict(kwargs), inspect.signature(call), _find_decorator(call)
+    kwargs, signature = dict(kwargs), inspect.signature(call)
     # Some pipelines have a `seed` argument of their own.
     seed = None if "seed" in signature.parameters else kwargs.pop("seed", None)
     try:
         bound = signature.bind(pipe, *args, **kwargs)
     except TypeError as error:
-        bound = _bind_to_decorator(decorator, (pipe, *args), kwargs)
+        bound = _bind_to_decorator(_find_decorator(call), (pipe, *args), kwargs)
         if bound is None:  # Python's own message starts with the name of the function
             raise TypeError(f"{getattr(call, '__qualname__', '__call__')}() {error}") from None
         signature = bound.signature
     arguments, accepts, positional = _read_arguments(pipe, signature, bound)
-    if decorator is not None and not positional:  # it may pass arguments of its own before those of the caller
-        positional = tuple(arguments)[: len(args)]
+    positional = positional or tuple(arguments)[: len(args)]  # a decorator of the user may read or change them
     accepts |= _block_inputs(pipe)
     integers = {name: to_integer(arguments.get(name)) for name in _INTEGERS}
     arguments.update({name: value for name, value in integers.items() if value is not None})

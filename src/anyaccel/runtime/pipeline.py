@@ -215,28 +215,32 @@ class Portable(VendorAliases):
         offloaded = placement is not None and placement.residence in ("phase", "layer")
         # Offload hooks cannot be deep-copied (docs/decisions/0006), so they are removed while the copy is made.
         with weights_on_cpu(self):
-            rebuild, arguments = self.__reduce__()
-            copied = rebuild(*copy.deepcopy(arguments, memo))
+            copied = memo[id(self)] = _create(self._plain_class)  # before its attributes: one may refer to the pipeline
+            copied.__setstate__(copy.deepcopy(forget_placement(vars(self)), memo))
         return copied.to(placement.opened.torch_device) if placement is not None and offloaded else copied
 
     def __copy__(self) -> Any:
         """Return a pipeline with the same components; it follows their placement."""
         find_placement(self)  # a deferred placement has the options
-        return _unpickle(self._plain_class, forget_placement(vars(self)))
+        copied = _create(self._plain_class)
+        copied.__setstate__(forget_placement(vars(self)))
+        return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The portable class is created at run time and cannot be imported, so the diffusers class is pickled.
         placement = find_placement(self)  # a deferred placement has the options
         if placement is not None and not placement.running:
             remove_offload_hooks(self, placement)  # they cannot be pickled
-        return _unpickle, (self._plain_class, forget_placement(vars(self)))
+        return _create, (self._plain_class,), forget_placement(vars(self))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        _defer_to_components(self, self.components)
 
 
-def _unpickle(kind: Any, state: dict[str, Any]) -> Any:
-    pipe = kind.__new__(kind)
-    vars(pipe).update(state)
-    _inherit_from_components(pipe, pipe.components)
-    return make_portable(pipe)
+def _create(kind: Any) -> Any:
+    """Return a pipeline without attributes, which `__setstate__` sets."""
+    return make_portable(kind.__new__(kind))
 
 
 def _placement_of(pipe: Any) -> Placement:
@@ -289,9 +293,12 @@ def portable_class(kind: Any) -> type:
 
 def _inherit_from_components(pipe: Any, components: dict[str, Any]) -> None:
     """Make a new pipeline portable if one of its components was placed as part of another pipeline."""
-    if isinstance(pipe, Portable) or not any(
-        find_placed_model(unwrap_compiled(component)) for component in components.values()
-    ):
+    if not isinstance(pipe, Portable):
+        _defer_to_components(pipe, components)
+
+
+def _defer_to_components(pipe: Any, components: dict[str, Any]) -> None:
+    if not any(find_placed_model(unwrap_compiled(component)) for component in components.values()):
         return
     if not is_created_by_pipeline(pipe):  # the parts of a combined pipeline run inside its calls
         # The pipeline's `__init__` is still running, so the plan is made later.

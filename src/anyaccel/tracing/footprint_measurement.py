@@ -15,7 +15,12 @@ from anyaccel.planning.footprint import Footprint, MemorySavings, ModelCall, Mod
 from anyaccel.planning.kernel_workspace import Workspace
 from anyaccel.planning.limit_hits import TraceFacts
 from anyaccel.tracing.pipeline_trace import PipelineTrace
-from anyaccel.upstream.diffusers_internals import read_never_offloaded, read_offload_order, supports_group_offloading
+from anyaccel.upstream.diffusers_internals import (
+    find_slicing_obstacle,
+    read_never_offloaded,
+    read_offload_order,
+    supports_group_offloading,
+)
 from anyaccel.upstream.torch_internals import read_parameter_table
 
 __all__ = ["Measurement", "set_vae_tiling", "supports_streaming"]
@@ -127,6 +132,8 @@ def set_vae_tiling(pipe: Any, on: bool) -> None:
     """Enable or disable slicing and tiling for the pipeline's VAE."""
     for component in pipe.components.values():
         for enable, disable in _TILING_METHODS.items():
+            if enable == "enable_slicing" and find_slicing_obstacle(component):
+                continue
             method = getattr(component, enable if on else disable, None)
             if isinstance(component, torch.nn.Module) and callable(method):
                 method()

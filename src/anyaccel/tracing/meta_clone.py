@@ -46,9 +46,20 @@ def _clone(pipe: Any, kind: Any, runner: MetaRunner, copies: dict[int, Any]) -> 
     for name, value in vars(pipe).items():  # combined pipelines call other pipelines with the same components
         if isinstance(value, DiffusionPipeline):
             vars(clone)[name] = _clone(value, type(value), runner, copies)
+    if "_blocks" in vars(clone):  # of a modular pipeline
+        vars(clone)["_blocks"] = copy.deepcopy(vars(clone)["_blocks"])
+        _disable_progress_bars(clone.blocks)
     vars(clone)[PIPELINE_HOOKS] = []
     clone.set_progress_bar_config(disable=True)
     return clone
+
+
+def _disable_progress_bars(blocks: Any) -> None:
+    # `ModularPipeline.set_progress_bar_config` does not change blocks inside of blocks (diffusers 0.42).
+    for block in (blocks.sub_blocks or {}).values():
+        if hasattr(block, "set_progress_bar_config"):
+            block.set_progress_bar_config(disable=True)
+        _disable_progress_bars(block)
 
 
 def _copy_component(name: str, component: Any, runner: MetaRunner) -> Any:

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["HOOK_ATTRIBUTES", "find_hook", "find_hooked_forward", "has_hook", "set_hook"]
+from accelerate.hooks import SequentialHook, remove_hook_from_module
+
+__all__ = [
+    "HOOK_ATTRIBUTES",
+    "find_hook",
+    "find_hook_of_class",
+    "find_hooked_forward",
+    "has_hook",
+    "remove_hook",
+    "set_hook",
+]
+
+_Hook = TypeVar("_Hook")
 
 # Attributes that `add_hook_to_module` sets on a module in addition to `forward` (hooks.py).
 HOOK_ATTRIBUTES = ("_hf_hook", "_old_forward")
+
+
+def find_hook_of_class(module: Any, kind: type[_Hook]) -> _Hook | None:
+    """Return a module's hook of a class, also from a `SequentialHook`; None if there is none (hooks.py)."""
+    hook = find_hook(module)
+    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    return next((entry for entry in hooks if isinstance(entry, kind)), None)
 
 
 def find_hook(module: Any) -> Any:
@@ -23,7 +42,24 @@ def set_hook(module: Any, hook: Any) -> None:
     Autoencoders of diffusers call `hook.pre_forward` in `encode` and `decode` (utils/accelerate_utils.py of diffusers).
     """
     hook.init_hook(module)
-    module._hf_hook = hook
+    before = find_hook(module)
+    module._hf_hook = hook if before is None else SequentialHook(before, hook)
+
+
+def remove_hook(module: Any, kinds: tuple[type, ...]) -> None:
+    """Remove a module's hook if it is of one of these classes; of a `SequentialHook`, remove only these (hooks.py)."""
+    hook = find_hook(module)
+    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    kept = [entry for entry in hooks if not isinstance(entry, kinds)]
+    if len(kept) == len(hooks):
+        return
+    if not kept:
+        remove_hook_from_module(module)
+        return
+    for entry in hooks:
+        if isinstance(entry, kinds):
+            entry.detach_hook(module)
+    module._hf_hook = kept[0] if len(kept) == 1 else SequentialHook(*kept)
 
 
 def has_hook(attributes: Mapping[str, Any]) -> bool:

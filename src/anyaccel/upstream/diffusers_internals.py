@@ -31,6 +31,7 @@ __all__ = [
     "casts_components",
     "find_denoising_step",
     "find_renamed_class",
+    "find_slicing_obstacle",
     "has_custom_processors",
     "has_hook",
     "is_argument_error",
@@ -346,6 +347,18 @@ def unpack_latents(pipe: Any, latents: torch.Tensor, height: int, width: int) ->
     """
     unpack: Callable[..., torch.Tensor] | None = getattr(pipe, "_unpack_latents", None)
     return latents if unpack is None else unpack(latents, height, width, pipe.vae_scale_factor)
+
+
+def find_slicing_obstacle(vae: Any) -> str:
+    """Return why `vae.enable_slicing()` changes images or fails with the config of a VAE; empty if it does neither."""
+    # models/autoencoders/autoencoder_kl_ltx.py and autoencoder_kl_ltx2.py
+    config = getattr(vae, "config", None) or {}
+    if config.get("timestep_conditioning"):
+        return "its slicing does not support timestep_conditioning"
+    noisy = [name for name, value in config.items() if name.endswith("inject_noise") and value not in (None, False)]
+    if any(config[name] is True or any(config[name]) for name in noisy):
+        return "it draws noise for all images of a batch at the same time"
+    return ""
 
 
 def find_renamed_class(config: Mapping[str, Any], model_class: type) -> type:

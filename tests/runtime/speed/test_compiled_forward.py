@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from diffusers.models.attention_processor import AttnProcessor2_0
 from peft import LoraConfig, inject_adapter_in_model
 
 import anyaccel
@@ -137,7 +138,7 @@ def test_code_patched_after_compilation_runs(monkeypatch: pytest.MonkeyPatch) ->
     model(torch.ones(2, 3))
     compiled = find_compiled(model)
     assert compiled is not None
-    compiled.begin_call()
+    model(torch.ones(2, 3))
     assert compiled.failure == "", "compilation itself does not count as a patch"
     plain = torch.nn.Linear.forward
 
@@ -146,7 +147,6 @@ def test_code_patched_after_compilation_runs(monkeypatch: pytest.MonkeyPatch) ->
         return plain(self, sample) + 100
 
     monkeypatch.setattr(torch.nn.Linear, "forward", patched)
-    compiled.begin_call()
     assert model(torch.ones(2, 3)).min() > 50
     assert "patched" in compiled.failure
 
@@ -157,12 +157,65 @@ def test_code_patched_during_a_call_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     compile_forward(model, "model", {"backend": "eager"})
     compiled = find_compiled(model)
     assert compiled is not None
-    compiled.begin_call(every_forward=True)
-    model(torch.ones(2, 3))
-    assert compiled.failure == ""
-    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, sample: sample + 100)
-    assert model(torch.ones(2, 3)).min() > 50
+    with compiled.in_call(), compiled.in_call(has_callback=True):
+        model(torch.ones(2, 3))
+        assert compiled.failure == ""
+        monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, sample: sample + 100)
+        assert model(torch.ones(2, 3)).min() > 50
     assert "patched" in compiled.failure
+
+
+@torch.no_grad()
+def test_the_code_is_checked_once_in_a_call_without_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    compile_forward(model, "model", {"backend": "eager"})
+    compiled = find_compiled(model)
+    assert compiled is not None
+    checks: list[Any] = []
+    monkeypatch.setattr(compiled, "_check", checks.append)
+    with compiled.in_call():
+        model(torch.ones(2, 3))
+        model(torch.ones(2, 3))
+    assert len(checks) == 1
+    model(torch.ones(2, 3))
+    assert len(checks) == 2
+
+
+class StopError(Exception):
+    """Ends a call from inside a model."""
+
+
+class StoppingProcessor(AttnProcessor2_0):
+    """An attention processor of the user that ends the call at the second attention."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.means: list[float] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().__call__(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self.means.append(float(output.mean()))
+        if len(self.means) == 2:
+            raise StopError
+        return output
+
+
+def test_an_error_of_the_user_does_not_run_the_model_again() -> None:
+    recipe = recipes()["stable-diffusion"]
+
+    def count(pipe: Any) -> int:
+        processor = StoppingProcessor()
+        pipe.unet.set_attn_processor(processor)
+        with pytest.raises(StopError):
+            pipe(**recipe.call())
+        return len(processor.means)
+
+    placed = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=False)
+    compile_forward(placed.unet, "unet", {"backend": "eager"})
+    assert count(placed) == count(recipe.make()) == 2
+    compiled = find_compiled(placed.unet)
+    assert compiled is not None
+    assert not compiled.failure
 
 
 def test_a_callback_can_patch_functions_of_a_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,10 +250,8 @@ def test_patched_torch_function_runs_until_it_is_restored(monkeypatch: pytest.Mo
     compiled = find_compiled(model)
     assert compiled is not None
     monkeypatch.setattr(torch, "cat", lambda *args: plain(*args) * 2)
-    compiled.begin_call()
     assert model(torch.ones(2, 3)).max() == 2
     monkeypatch.undo()
-    compiled.begin_call()
     assert model(torch.ones(2, 3)).max() == 1
     assert not compiled.failure
 
@@ -428,7 +479,6 @@ def count_compiled_runs(model: torch.nn.Module, *changes: Callable[[], Any]) -> 
     with torch.no_grad():
         for change in changes:
             change()
-            compiled.begin_call()
             compiled(forward, (torch.ones(2, 3),), {})
     return len(calls)
 

@@ -17,7 +17,7 @@ from accelerate.hooks import ModelHook
 from anyaccel.backends.device_type_checks import is_host
 from anyaccel.forward_overrides import Override
 from anyaccel.runtime.placement.checksums import choose_chunk_size, compute_checksums
-from anyaccel.upstream.accelerate_internals import find_hook
+from anyaccel.upstream.accelerate_internals import find_hook_of_class
 from anyaccel.upstream.torch_internals import read_version
 
 __all__ = ["LoadHook", "ModelLoader"]
@@ -84,7 +84,8 @@ class LoadHook(ModelHook):  # type: ignore[misc]
 
         def load_weights(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             module = reference()
-            if module is not None and find_hook(module) is self:
+            # Another pipeline that has the model may have a hook of its own, and a hook of the user may replace it.
+            if module is not None and find_hook_of_class(module, LoadHook) in (self, None):
                 self.pre_forward(module)
             return forward(*args, **kwargs)
 

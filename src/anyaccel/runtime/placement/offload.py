@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate.hooks import remove_hook_from_module
+from accelerate.hooks import AlignDevicesHook, CpuOffload
 
 from anyaccel.backends.device import OpenDevice, open_device
 from anyaccel.backends.device_type_checks import is_host
@@ -29,10 +29,13 @@ from anyaccel.runtime.placement.mapped_weights import map_weights
 from anyaccel.runtime.placement.model_offload import LoadHook, ModelLoader
 from anyaccel.runtime.placement_state import being_offloaded
 from anyaccel.tracing.footprint_measurement import supports_streaming
-from anyaccel.upstream.accelerate_internals import find_hook, has_hook, set_hook
+from anyaccel.upstream.accelerate_internals import find_hook_of_class, has_hook, remove_hook, set_hook
 from anyaccel.upstream.diffusers_internals import PIPELINE_HOOKS, read_never_offloaded, read_offload_order
 
 __all__ = ["end_phase", "has_unstreamed_weights", "map_offloaded_weights", "move_to_cpu", "set_residence"]
+
+# Hooks of memory modes, and of offloading that the user enabled before. Users have others.
+_OFFLOAD_HOOKS = (LoadHook, AlignDevicesHook, CpuOffload)
 
 
 def map_offloaded_weights(pipe: Any, residence: Residence, opened: OpenDevice) -> None:
@@ -116,8 +119,8 @@ def has_unstreamed_weights(pipe: Any) -> bool:
 def end_phase(pipe: Any, *, failed: bool = False) -> None:
     """At the end of a call, move the models and layers that are still on the device to the CPU."""
     for model in find_models(pipe).values():
-        hook = find_hook(model)
-        if isinstance(hook, LoadHook):
+        hook = find_hook_of_class(model, LoadHook)
+        if hook is not None:
             hook.loader.release_all()
         end_streaming_call(model, failed=failed)
 
@@ -129,7 +132,7 @@ def move_to_cpu(pipe: Any) -> None:
     for model in find_models(pipe).values():
         for module in model.modules():
             if has_hook(vars(module)):
-                remove_hook_from_module(module)
+                remove_hook(module, _OFFLOAD_HOOKS)
         stop_streaming(model)
         remove_override(model, Slot.WEIGHTS)
     with being_offloaded(pipe):

@@ -30,7 +30,7 @@ from anyaccel.runtime.placement.row_arguments import (
 from anyaccel.runtime.speed.custom_code import find_custom_code
 from anyaccel.runtime.workarounds.function_modes import has_foreign_modes
 from anyaccel.upstream.accelerate_internals import find_hooked_forward
-from anyaccel.upstream.diffusers_internals import STATELESS_HOOKS, list_hooks
+from anyaccel.upstream.diffusers_internals import STATELESS_HOOKS, find_slicing_obstacle, list_hooks
 from anyaccel.upstream.torch_compile_internals import is_compiled
 from anyaccel.upstream.torch_internals import read_child_table, read_global_hooks, read_hook_tables
 
@@ -211,7 +211,7 @@ def _enable_slicing(name: str, vae: Any, report: Report, stack: ExitStack) -> No
     obstacle = "slicing is not supported"
     if type(vae).__name__ in load_table().vaes:
         with torch.no_grad():
-            obstacle = find_obstacle(vae)
+            obstacle = find_slicing_obstacle(vae) or find_obstacle(vae)
     if obstacle:
         report(f"{name} ({type(vae).__name__}): {obstacle}")
         return

@@ -81,7 +81,10 @@ def _list_objects(pipe: Any) -> Iterator[Any]:
         yield owner
         if isinstance(owner, torch.nn.Module):
             pending.extend(owner.children())
-        pending.extend(value for name, value in vars(owner).items() if name not in _NOT_COPIED and _is_searched(value))
+        for name, value in list(vars(owner).items()):
+            if name not in _NOT_COPIED:
+                # The blocks of modular pipelines are in a dict.
+                pending.extend(entry for entry in (value, *_list_items(value)) if _is_searched(entry))
 
 
 def _is_searched(value: Any) -> bool:
@@ -92,15 +95,29 @@ def _is_searched(value: Any) -> bool:
 def _list_user_values(namespace: Mapping[str, Any], *, copied: bool = True) -> list[str]:
     """Return the names in a namespace whose values are functions, classes or objects of the user."""
     skipped = () if copied else _NOT_COPIED
-    return [name for name, value in list(namespace.items()) if name not in skipped and not _is_library_object(value)]
+    return [
+        name
+        for name, value in list(namespace.items())
+        if name not in skipped and not all(map(_is_library_object, (value, *_list_items(value))))
+    ]
 
 
 def _is_library_value(value: Any) -> bool:
     """Return whether an argument, and everything in it, comes from a library."""
     if not _is_library_object(value):
         return False
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()
-    return all(map(_is_library_value, items))
+    return all(map(_is_library_value, _list_items(value)))
+
+
+def _list_items(value: Any) -> list[Any]:
+    """Return the values in a dict, list, tuple or set; return an empty list for another object."""
+    kind = type(value)
+    if issubclass(kind, dict):
+        return list(dict.values(value))  # not `value.values()`: a class of the user may override it
+    for base in (list, tuple, set):
+        if issubclass(kind, base):
+            return list(base.__iter__(value))
+    return []
 
 
 def _is_library_object(value: Any) -> bool:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,20 +63,20 @@ class SpeedState:
 def apply_speedups(pipe: Any, placement: Placement, request: CallRequest) -> Iterator[None]:
     """Apply the plan's speedups to the call in the `with` block, and measure its duration."""
     if placement.residence != "resident" or placement.shared:
-        with track_steps(pipe, None):  # a call inside a callback must not count as steps of the outer call
+        # A call inside a callback must not count as steps of the outer call.
+        with track_steps(pipe, None), _checking_compiled(placement, request):
             yield
         return
     speed = placement.speed = placement.speed or SpeedState()
     # Quantize before compiling: compiled code would still hold the old layers.
     quantize_denoisers(pipe, placement)
     _compile(pipe, placement, speed)
-    _check_compiled(placement, request)
     if placement.plan.capture.value:
         _set_capture(pipe, placement, speed)
     is_new_shape = speed.compiled and bucket_of(request) not in speed.shapes
     key = load_compiled(pipe, placement, speed, bucket_of(request)) if is_new_shape else None
     start = time.perf_counter()
-    with _skip_steps(pipe, placement), _pause_gc(is_new_shape):
+    with _checking_compiled(placement, request), _skip_steps(pipe, placement), _pause_gc(is_new_shape):
         yield
     seconds = time.perf_counter() - start
     if is_new_shape:
@@ -189,16 +189,16 @@ def _are_compiled(placement: Placement, names: tuple[str, ...]) -> bool:
     return all(find_compiled(modules[name]) is not None for name in names if name in modules)
 
 
-def _check_compiled(placement: Placement, request: CallRequest) -> None:
-    """Switch compiled modules to eager mode if they have changed since compilation.
-
-    A callback can change them during the call.
-    """
+@contextmanager
+def _checking_compiled(placement: Placement, request: CallRequest) -> Iterator[None]:
+    """Switch compiled modules to eager mode if they have changed since compilation; then run the `with` block."""
     has_callback = any("callback" in name and callable(value) for name, value in request.arguments.items())
-    for _, module in _list_compilable(placement):
-        compiled = find_compiled(module)
-        if compiled is not None:
-            compiled.begin_call(every_forward=has_callback)
+    with ExitStack() as stack:
+        for _, module in _list_compilable(placement):
+            compiled = find_compiled(module)
+            if compiled is not None:
+                stack.enter_context(compiled.in_call(has_callback=has_callback))
+        yield
 
 
 def _list_compilable(placement: Placement) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -7,8 +7,11 @@ later. This module checks for both.
 from __future__ import annotations
 
 import logging
+import threading
+import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ import torch
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import summarize_error
 from anyaccel.forward_overrides import Slot, get_override, set_override
+from anyaccel.runtime.library_code import is_library
 from anyaccel.runtime.speed.module_fingerprint import LayerHooks, PatchedCode, is_in_training
 from anyaccel.runtime.workarounds.function_modes import has_foreign_modes
 from anyaccel.upstream.torch_compile_internals import (
@@ -32,6 +36,7 @@ __all__ = ["CompiledForward", "compile_blocks", "compile_forward", "find_compile
 
 _LOG = logging.getLogger("anyaccel")
 Forward = Callable[..., Any]
+_COMPILER_MODULES = ("torch._dynamo", "torch._functorch", "torch._inductor", "triton")
 
 
 class CompiledForward:
@@ -54,19 +59,28 @@ class CompiledForward:
         self._is_torch_patched = False
         self._is_training = False
         self._hooks = LayerHooks(module)
-        self._checks_every_forward = False
+        self._calls = self._calls_with_callback = 0
+        self._lock = threading.Lock()
 
-    def begin_call(self, *, every_forward: bool = False) -> None:
-        """Fall back to eager mode if the module has changed since compilation.
+    @contextmanager
+    def in_call(self, *, has_callback: bool = False) -> Iterator[None]:
+        """Fall back to eager mode if the module has changed since compilation; then run a pipeline call.
 
-        The runtime calls this method at the start of each pipeline call. With `every_forward`, the check is
-        repeated before each forward of this call, because a callback may change the module.
+        The check is not repeated in the `with` block, except if the call has a callback, which may change the module.
         """
-        # Not always: for the UNet of SDXL, the check takes some milliseconds.
-        self._checks_every_forward = every_forward
+        # A check before each forward would take some milliseconds for the UNet of SDXL.
         module = self._module()
         if module is not None:
             self._check(module)
+        with self._lock:
+            self._calls += 1
+            self._calls_with_callback += has_callback
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                self._calls_with_callback -= has_callback
 
     def _check(self, module: torch.nn.Module) -> None:
         if self.failure:
@@ -89,7 +103,7 @@ class CompiledForward:
     def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the compiled code; if it fails, run eagerly in this and all later calls."""
         module = self._module()
-        if self._checks_every_forward and module is not None:
+        if module is not None and (self._calls == 0 or self._calls_with_callback):  # also in calls by the user
             self._check(module)
         # With gradients, a second graph would be compiled for autograd, for a few calls at most (attend-and-excite).
         if self.failure or module is None or torch.is_grad_enabled():
@@ -109,6 +123,8 @@ class CompiledForward:
                 raise
             if remove_damaged_library(error):
                 return self(forward, args, kwargs)  # compile again
+            if _is_raised_by_user(error):  # an eager run would call the user's code twice
+                raise
             # Run eagerly first: if that raises too, the error is the model's own and the compiled code stays.
             output = _run_eagerly(module, forward, args, kwargs)
             self._fall_back(module, summarize_error(error))
@@ -143,6 +159,18 @@ def remove_compiled_blocks(module: torch.nn.Module) -> list[tuple[torch.nn.Modul
     """Undo the in-place compilation of a module's blocks; return each block with its compiled call."""
     removed = [(layer, remove_compiled_call(layer)) for layer in module.modules()]
     return [(layer, compiled) for layer, compiled in removed if compiled is not None]
+
+
+def _is_raised_by_user(error: Exception) -> bool:
+    """Return whether an error comes from the user's code, and not from the compiler or compiled code that it calls."""
+    is_users = False
+    for frame, _ in traceback.walk_tb(error.__traceback__.tb_next if error.__traceback__ else None):
+        source = frame.f_globals.get("__name__")
+        if source is None or source.startswith(_COMPILER_MODULES):  # generated code has no name
+            is_users = False
+        elif not is_library(source):
+            is_users = True
+    return is_users
 
 
 def _run_eagerly(
