@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from anyaccel.tracing.allocation_tracker import AllocationTracker
 from anyaccel.tracing.meta_module import MAX_KEPT_OUTPUT_BYTES, first_floating, map_tensors, to_meta_module
 
 __all__ = ["ModelCallRecord", "PipelineTrace"]
+
+_UNCHANGED = object()
 
 
 @dataclass(frozen=True)
@@ -107,19 +110,34 @@ class PipelineTrace:
     def run_submodule(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
         """Run one call to a submodule, or reuse the cached result of a call with the same input shapes.
 
-        This is for submodules that run repeatedly, for example once per tile.
+        This is for submodules that run repeatedly, for example once per tile. A call may change the lists that it
+        receives, as video autoencoders do.
         """
-        # Video autoencoders pass a list that each call updates for the next one: never cached.
-        if any(isinstance(value, list | dict) and value for value in (*args, *kwargs.values())):
+        values = (*args, *kwargs.values())
+        if any(isinstance(value, dict) and value for value in values):
             return call(*args, **kwargs)
+        lists = [value for value in values if isinstance(value, list)]
         key = (self._setting, name, repr(map_tensors((args, kwargs), _read_layout)))
         cached = self._cache.get(key)
         if cached is None:
+            before = [[_weak(item) for item in items] for items in lists]
             result, above = self._tracker.measure_peak(lambda: call(*args, **kwargs))
-            self._cache[key] = (map_tensors(result, self._to_meta), above)
+            changes = [self._read_changes(old, items) for old, items in zip(before, lists, strict=True)]
+            self._cache[key] = ((map_tensors(result, self._to_meta), changes), above)
             return result
-        self._tracker.count_transient(cached[1])
-        return map_tensors(cached[0], torch.empty_like)
+        (result, changes), above = cached
+        self._tracker.count_transient(above)
+        for items, changed in zip(lists, changes, strict=True):
+            _apply_changes(items, changed)
+        return map_tensors(result, torch.empty_like)
+
+    def _read_changes(self, before: list[Callable[[], Any]], after: list[Any]) -> list[Any]:
+        """Return the items that a call assigned to a list, without data, and `_UNCHANGED` for the others."""
+        old = [item() for item in before[: len(after)]] + [_UNCHANGED] * (len(after) - len(before))
+        return [
+            _UNCHANGED if item is previous else map_tensors(item, self._to_meta)
+            for previous, item in zip(old, after, strict=True)
+        ]
 
     def _to_meta(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a meta tensor with the layout of a given tensor.
@@ -153,3 +171,24 @@ def _restore_random_states() -> Iterator[None]:
 
 def _read_layout(tensor: torch.Tensor) -> Any:
     return tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _weak(item: Any) -> Callable[[], Any]:
+    """Return a function that returns an item. It does not keep a tensor alive, which would add to the peak."""
+    return weakref.ref(item) if isinstance(item, torch.Tensor) else lambda: item
+
+
+def _apply_changes(items: list[Any], changes: list[Any]) -> None:
+    """Assign what a cached call assigned to a list. Tensors with the same layout as the new ones are kept."""
+    before = items[:]
+    del items[len(changes) :]
+    for position, change in enumerate(changes):
+        if position >= len(items):
+            items.append(map_tensors(change, torch.empty_like))
+        elif change is not _UNCHANGED and not _is_same_layout(before[position], change):
+            items[position] = map_tensors(change, torch.empty_like)
+
+
+def _is_same_layout(left: Any, right: Any) -> bool:
+    tensors = isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)
+    return tensors and _read_layout(left) == _read_layout(right)
