@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -41,6 +42,11 @@ class PipelineTrace:
         self.model_calls: list[ModelCallRecord] = []
         self.between: list[int] = []
         """Peaks of the pipeline's own work before, between and after the model calls."""
+        self.not_included: dict[str, Mapping[int, int]] = {}
+        """Models whose memory is not counted: tiny ones that replace models of unknown size.
+
+        Each value maps a width of the tiny model's output to that of the model which it replaces.
+        """
         self._tracker = AllocationTracker(Workspace(), ())
         self._setting: Hashable = None
         self._weights: list[torch.Tensor] = []
@@ -58,6 +64,11 @@ class PipelineTrace:
     def wrap_model(self, name: str, model: torch.nn.Module) -> torch.nn.Module:
         """Make a model on `meta` callable with CPU tensors, and record its calls in this trace."""
         return to_meta_module(model, name, self)
+
+    def wrap_stand_in(self, name: str, tiny: torch.nn.Module, widths: Mapping[int, int]) -> torch.nn.Module:
+        """Return a tiny model that runs instead of a model of unknown size. Its memory is not counted."""
+        self.not_included[name] = widths
+        return to_meta_module(tiny.to("meta"), name, self)
 
     def run(
         self,
@@ -86,6 +97,11 @@ class PipelineTrace:
         """Run one model call, or reuse the cached result of a call with the same input shapes."""
         tracker = self._tracker
         tracker.model = name
+        if name in self.not_included:
+            with tracker.paused():
+                result = call(*map_tensors(args, self._to_meta), **map_tensors(kwargs, self._to_meta))
+                result = map_tensors(result, functools.partial(_widen, widths=self.not_included[name]))
+            return map_tensors(result, functools.partial(self._to_cpu, replaces_another=False))
         self.between.append(tracker.take_peak())
         before = tracker.used
         key = (self._setting, name, method, repr(map_tensors((args, kwargs), _read_layout)))
@@ -149,11 +165,11 @@ class PipelineTrace:
         self._tracker.ignore(meta)
         return meta
 
-    def _to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _to_cpu(self, tensor: torch.Tensor, *, replaces_another: bool = True) -> torch.Tensor:
         """Return CPU zeros with a meta tensor's shape; the zeros are counted instead of the meta tensor."""
         with self._tracker.paused():
             zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
-        self._tracker.add(zeros, replaces_another=True)
+        self._tracker.add(zeros, replaces_another=replaces_another)
         return zeros
 
 
@@ -171,6 +187,12 @@ def _restore_random_states() -> Iterator[None]:
 
 def _read_layout(tensor: torch.Tensor) -> Any:
     return tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _widen(tensor: torch.Tensor, widths: Mapping[int, int]) -> torch.Tensor:
+    """Return an empty tensor whose last dimension has the width that `widths` lists for it."""
+    width = widths.get(tensor.shape[-1]) if tensor.dim() and tensor.is_floating_point() else None
+    return tensor if width is None else tensor.new_empty((*tensor.shape[:-1], width))
 
 
 def _weak(item: Any) -> Callable[[], Any]:
