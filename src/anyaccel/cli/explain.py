@@ -80,9 +80,19 @@ def explain_model(
             from anyaccel.explanation.explain import explain
             from anyaccel.explanation.model_configs import find_model
 
-            options = {"dtype": dtype, "smallest_dtype": smallest_dtype, "memory": memory, "parallel": parallel}
-            sizes = {"width": width, "height": height, "frames": frames}
-            plan = explain(model, device, **sizes, batch=batch, revision=revision, **options)
+            plan = explain(
+                model,
+                device,
+                width=width,
+                height=height,
+                frames=frames,
+                batch=batch,
+                dtype=dtype,
+                revision=revision,
+                smallest_dtype=smallest_dtype,
+                memory=memory,
+                parallel=parallel,
+            )
             # Only plans of placed pipelines have no forecast.
             assert plan.forecast is not None
             download_bytes = find_model(model, revision).missing_bytes(name for name, _ in plan.forecast.components)

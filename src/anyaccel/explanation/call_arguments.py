@@ -22,19 +22,17 @@ __all__ = [
 
 # Denoising steps of the traced call.
 _STEPS = 2
+_LENGTHS = ("max_sequence_length", "audio_length_in_s", "audio_end_in_s", "audio_duration_s")
 # Arguments of a recipe that the pipeline's own defaults replace, because a recipe sets them for speed.
 _LEFT_TO_DEFAULTS = (
     "generator",
     "num_inference_steps",
     "guidance_scale",
-    "max_sequence_length",
+    *_LENGTHS,
     "output_type",
     "callback",
     "height",
     "width",
-    "audio_length_in_s",
-    "audio_end_in_s",
-    "audio_duration_s",
 )
 _FRAMES = ("num_frames", "video_length", "frames")
 # A side of the input images of a pipeline without a default size.
@@ -62,6 +60,8 @@ class CallSize:
     size: tuple[int, int] | None = None
     """Width and height."""
     frames: int | None = None
+    short: bool = False
+    """Whether prompts and audio have the recipe's length instead of the pipeline's default."""
 
     def __str__(self) -> str:
         items = [f"{self.size[0]} × {self.size[1]}"] if self.size else []
@@ -114,6 +114,7 @@ def make_call(full: FullSizePipeline, size: CallSize, images: int) -> dict[str, 
     parameters = _read_parameters(full.pipe)
     frames_argument = find_frames_argument(full.pipe)
     left_out = {*_LEFT_TO_DEFAULTS, frames_argument} if accepts_size(full.pipe) else set(_LEFT_TO_DEFAULTS)
+    left_out -= set(_LENGTHS) if size.short else set()
     call = {name: value for name, value in full.recipe.call().items() if name not in left_out}
     call = {name: _resize(value, size, full.pipe) for name, value in call.items()}
     arguments: dict[str, Any] = {"num_inference_steps": _STEPS, "output_type": "pt"}

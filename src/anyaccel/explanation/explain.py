@@ -25,7 +25,7 @@ from anyaccel.explanation.call_arguments import (
     make_call,
 )
 from anyaccel.explanation.device_argument import DeviceTarget, find_device_target
-from anyaccel.explanation.largest_size import find_largest_size
+from anyaccel.explanation.largest_size import LARGEST_SIDE, LARGEST_VIDEO_SIDE, find_largest_size
 from anyaccel.explanation.model_configs import find_model
 from anyaccel.explanation.parallel import choose_split, describe_gain, split_memory
 from anyaccel.explanation.quantization_options import list_quantization_options
@@ -56,6 +56,7 @@ from anyaccel.tracing.meta_autocast import accept_meta_autocast
 from anyaccel.tracing.meta_pipeline import build_pipeline
 from anyaccel.tracing.model_folder import ModelFolder
 from anyaccel.tracing.pipeline_trace import PipelineTrace
+from anyaccel.upstream.torch_internals import assume_all_nonzero
 
 __all__ = ["explain"]
 
@@ -104,7 +105,7 @@ def _explain_once(
 ) -> Plan:
     plan = _plan_without_size(folder, target, options)
     # Libraries log training advice when models are built from configs and run once.
-    with quiet_libraries(everything=True), accept_meta_autocast():
+    with quiet_libraries(everything=True), accept_meta_autocast(), assume_all_nonzero():
         return _MemoryEstimate(folder, target, plan, options, call_size).make_plan(batch)
 
 
@@ -221,13 +222,12 @@ class _MemoryEstimate:
         note: tuple[str, ...] = ()
         error = self._try(self.size, batch)
         if error is not None:
-            supported = self._find_supported(batch)
+            sizes = (self.size, replace(self.size, short=True))
+            supported = next((found for size in sizes if (found := self._find_supported(size, batch))), None)
             if supported is None or not self.requested.is_default:
                 raise self._make_error(error, supported) from error
-            note = (
-                f"the config of this model does not support the default size, {self.size}; assuming the largest size "
-                "that it supports",
-            )
+            what = "length of prompts or audio" if supported.size == self.size.size else f"size, {self.size}"
+            note = (f"the config of this model does not support the default {what}; assuming one that it supports",)
             self.size = supported
         if self.takes_size and self.size.size is None:
             measured = self._measured.pop(self.size)
@@ -247,10 +247,13 @@ class _MemoryEstimate:
             return error
         return None
 
-    def _find_supported(self, batch: int) -> CallSize | None:
+    def _find_supported(self, size: CallSize, batch: int) -> CallSize | None:
+        """Return the largest size up to `size` that can be traced, or None."""
+        if self._try(size, batch) is None:
+            return size
         call = self.full.recipe.call()
         argument = find_frames_argument(self.full.pipe)
-        return find_supported_size(lambda size: self._try(size, batch) is None, self.size, call, argument)
+        return find_supported_size(lambda size: self._try(size, batch) is None, size, call, argument)
 
     def _make_error(self, error: Exception, supported: CallSize | None = None) -> ModelError:
         """Return the error for a call that cannot be traced."""
@@ -322,6 +325,7 @@ class _MemoryEstimate:
             except Exception:  # noqa: BLE001 - pipelines reject a size with many kinds of errors
                 return None
 
-        largest = find_largest_size(need, size, capacity)
+        is_video = self._measured[self.size].output.kind == "video"
+        largest = find_largest_size(need, size, capacity, LARGEST_VIDEO_SIDE if is_video else LARGEST_SIDE)
         # The requested size may lie between two steps of the search and still fit.
         return max(largest or size, size) if fits else largest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from anyaccel.explanation.call_arguments import CallSize
@@ -29,17 +30,21 @@ def find_supported_size(
         (side for side in (recipe_call.get("width"), recipe_call.get("height")) if isinstance(side, int)), default=_STEP
     )
     for frames in _list_frames(requested, recipe_call, frames_argument):
-        if frames != requested.frames and works(CallSize(size, frames)):
-            return CallSize(size, frames)
+        if frames != requested.frames and works(replace(requested, frames=frames)):
+            return replace(requested, frames=frames)
         # Invariant: `low` steps work (0: not tried yet) and `high` steps do not.
         low, high = 0, max(1, max(size) // step)
-        if works(CallSize(_scale(size, 1, step), frames)):
+        if works(replace(requested, size=_scale(size, 1, step), frames=frames)):
             low = 1
         while low and high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if works(CallSize(_scale(size, middle, step), frames)) else (low, middle)
+            low, high = (
+                (middle, high)
+                if works(replace(requested, size=_scale(size, middle, step), frames=frames))
+                else (low, middle)
+            )
         if low:
-            return CallSize(_scale(size, low, step), frames)
+            return replace(requested, size=_scale(size, low, step), frames=frames)
     return None
 
 

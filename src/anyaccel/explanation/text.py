@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
+from anyaccel.explanation.largest_size import LARGEST_SIDE, LARGEST_VIDEO_SIDE
 from anyaccel.planning.memory import Forecast
 from anyaccel.planning.plan import Plan
 from anyaccel.planning.plan_text import describe_decisions, split_by_default
@@ -57,7 +58,7 @@ def _describe_output(forecast: Forecast) -> str:
     noun = {"image": "image", "video": "video", "audio": "audio clip"}[forecast.kind]
     details = [f"{forecast.size[0]} × {forecast.size[1]}"] if forecast.size else []
     details += [f"{forecast.frames} frame{'s' if forecast.frames != 1 else ''}"] if forecast.frames else []
-    details += [f"{forecast.seconds:.1f} s"] if forecast.seconds else []
+    details += [f"{forecast.seconds:.3g} s"] if forecast.seconds else []
     count = f"{forecast.images} {noun}{'s' if forecast.images != 1 else ''}"
     return f"{count} of {', '.join(details)}" if details else count
 
@@ -65,7 +66,8 @@ def _describe_output(forecast: Forecast) -> str:
 def _describe_verdict(plan: Plan, forecast: Forecast) -> str:
     need, capacity = readable(forecast.peak_bytes), readable(forecast.capacity_bytes)
     if forecast.fits:
-        return f"fits ({plan.memory}): peak {need} of {capacity}"
+        without = f", without {' and '.join(forecast.not_included)}" if forecast.not_included else ""
+        return f"fits ({plan.memory}): peak {need} of {capacity}{without}"
     return f"does not fit: {plan.memory.reason}"
 
 
@@ -99,8 +101,8 @@ def _describe_largest(plan: Plan, forecast: Forecast) -> Iterator[str]:
             yield f"largest batch at this size by memory: {batch}; the plan runs {images_per_call} at a time"
     if forecast.largest_size is not None:
         width, height = forecast.largest_size
-        # `find_largest_size` tries no side above 4096 pixels.
-        more = " (no larger size was tried)" if max(width, height) >= 4096 else ""
+        tried = LARGEST_VIDEO_SIDE if forecast.kind == "video" else LARGEST_SIDE
+        more = " (no larger size was tried)" if max(width, height) >= tried else ""
         yield f"largest single {forecast.kind}{'' if forecast.fits else ' that would fit'}: {width} × {height}{more}"
 
 

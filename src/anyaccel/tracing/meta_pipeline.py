@@ -70,16 +70,12 @@ def build_pipeline(
             components[component.name] = finish(component.name, model) if finish else model
     pipeline_class: Any = getattr(diffusers, folder.pipeline)
     optional = {*read_optional_components(pipeline_class), *folder.absent}
-    for name in sorted(set(tiny.components) - {component.name for component in folder.components}):
-        if stand_in is not None and name not in optional and _is_encoder(components[name]):
-            not_included.append(MissingConfig(name, type(components[name]).__name__, folder.path / name))
-        elif isinstance(components[name], torch.nn.Module):  # an optional component that this model does not have
-            components[name] = None
-    for missing in not_included:
-        assert stand_in is not None
-        encoder: Any = torch.nn.Module.to(components[missing.name], dtype)
-        widths = find_output_widths(encoder, tiny.components, components)
-        components[missing.name] = stand_in(missing.name, encoder, widths)
+    not_included += _remove_unlisted(components, set(tiny.components), folder, optional, keep=stand_in is not None)
+    if stand_in is not None:
+        for missing in not_included:
+            encoder: Any = torch.nn.Module.to(components[missing.name], dtype)
+            widths = find_output_widths(encoder, tiny.components, components)
+            components[missing.name] = stand_in(missing.name, encoder, widths)
     _extend_tokenizers(components)
     pipe = pipeline_class(**components)
     pipe.set_progress_bar_config(disable=True)
@@ -110,6 +106,22 @@ def build_components(components: Iterable[Component], device: str, dtype: torch.
         else:
             built[component.name] = component_class.from_config(dict(component.config or {}))
     return built
+
+
+def _remove_unlisted(
+    components: dict[str, Any], names: set[str], folder: ModelFolder, optional: set[str], *, keep: bool
+) -> list[MissingConfig]:
+    """Set the models that a folder does not list to None, and return the encoders that the pipeline requires.
+
+    With `keep=False`, those are set to None as well.
+    """
+    required = []
+    for name in sorted(names - {component.name for component in folder.components}):
+        if keep and name not in optional and _is_encoder(components[name]):
+            required.append(MissingConfig(name, type(components[name]).__name__, folder.path / name))
+        elif isinstance(components[name], torch.nn.Module):  # an optional component that this model does not have
+            components[name] = None
+    return required
 
 
 def _is_encoder(tiny: Any) -> bool:

@@ -59,13 +59,12 @@ def find_output_widths(tiny: Any, tiny_models: Mapping[str, Any], models: Mappin
 
 def _pair_settings(tiny: Any, model: Any) -> Iterator[tuple[str, int, int]]:
     """Yield the integer settings of a tiny and of a full-size model: the name and both values."""
-    settings, tiny_settings = (
-        {**getattr(item, "config", None)} if _has_settings(item) else {} for item in (model, tiny)
-    )
+    settings, tiny_settings = _read_settings(model), _read_settings(tiny)
     for name, value in settings.items():
         if isinstance(value, int) and isinstance(tiny_settings.get(name), int):
             yield name, tiny_settings[name], value
 
 
-def _has_settings(model: Any) -> bool:
-    return isinstance(getattr(model, "config", None), Mapping)
+def _read_settings(model: Any) -> Mapping[str, Any]:
+    config = getattr(model, "config", None)
+    return config if isinstance(config, Mapping) else {}

@@ -22,6 +22,7 @@ from anyaccel.tracing.meta_module import MAX_KEPT_OUTPUT_BYTES, first_floating, 
 __all__ = ["ModelCallRecord", "PipelineTrace"]
 
 _UNCHANGED = object()
+_MOST_CPU_ELEMENTS = 2**26
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,12 @@ class PipelineTrace:
         return meta
 
     def _to_cpu(self, tensor: torch.Tensor, *, replaces_another: bool = True) -> torch.Tensor:
-        """Return CPU zeros with a meta tensor's shape; the zeros are counted instead of the meta tensor."""
+        """Return CPU zeros with a meta tensor's shape; the zeros are counted instead of the meta tensor.
+
+        Very large tensors, such as decoded videos, stay on `meta`: zeros would need as much host memory as the video.
+        """
+        if tensor.numel() > _MOST_CPU_ELEMENTS:
+            return tensor
         with self._tracker.paused():
             zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
         self._tracker.add(zeros, replaces_another=replaces_another)
