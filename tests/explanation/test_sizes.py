@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ WAN = Path(__file__).parents[2] / "benchmarks" / "models" / "wan2.1-t2v-1.3b"
 
 
 def save(recipe: str, folder: Path) -> Path:
-    recipes()[recipe].make().save_pretrained(folder)  # type: ignore[attr-defined]
+    with warnings.catch_warnings():  # some models use deprecated functions of torch
+        warnings.simplefilter("ignore")
+        recipes()[recipe].make().save_pretrained(folder)  # type: ignore[attr-defined]
     return folder
 
 
@@ -37,10 +40,11 @@ def test_a_video_has_the_default_size_of_its_pipeline_even_without_the_text_enco
     assert forecast.to_dict()["frames"] == 81
 
 
-def test_the_number_of_frames_changes_the_memory() -> None:
-    few, many = (explain(WAN, height=480, width=832, frames=frames)[0] for frames in (5, 33))
-    assert (few.frames, many.frames) == (5, 33)
-    assert dict(few.phases)["denoise"] < dict(many.phases)["denoise"]
+def test_the_number_of_frames_changes_the_memory(tmp_path: Path) -> None:
+    folder = save("wan", tmp_path)
+    few, many = (explain(folder, height=64, width=64, frames=frames)[0] for frames in (5, 17))
+    assert (few.frames, many.frames) == (5, 17)
+    assert dict(few.phases)["decode"] < dict(many.phases)["decode"]
 
 
 @pytest.mark.parametrize("recipe", ["wan", "ltx", "cogvideo"])
@@ -52,7 +56,7 @@ def test_a_tiny_video_pipeline_has_the_largest_size_that_its_config_supports(rec
 
 
 def test_a_size_that_the_config_does_not_support_raises(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="does not support 1024 × 1024(.|\n)*the largest size with this aspect ratio"):
+    with pytest.raises(ModelError, match=r"does not support 1024 × 1024(.|\n)*the largest size with this aspect ratio"):
         explain(save("wan", tmp_path), height=1024, width=1024)
 
 
