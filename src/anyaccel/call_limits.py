@@ -16,6 +16,7 @@ __all__ = [
     "LARGEST_SEED",
     "SIDES",
     "check_batch",
+    "check_frames",
     "check_multiple",
     "check_side",
     "check_steps",
@@ -29,6 +30,7 @@ SIDES = ("height", "width")
 LARGEST_SEED = 2**64 - 1
 _LONGEST_SIDE = 16_384  # pixels; a sanity check, not a limit of a model
 _LARGEST_BATCH = 1024
+_MOST_FRAMES = 10_000  # a sanity check, as for the sides
 _SIZE = re.compile(r"(?P<width>[0-9]{1,18})([x\N{MULTIPLICATION SIGN}](?P<height>[0-9]{1,18}))?", re.IGNORECASE)
 
 
@@ -88,6 +90,16 @@ def check_batch(value: Any, *, hint: str = "for example batch=1") -> int:
     if batch is None or not 1 <= batch <= _LARGEST_BATCH:
         raise UsageError(f"the batch size must be an integer from 1 to {_LARGEST_BATCH}, not {value!r:.60}", hint=hint)
     return batch
+
+
+def check_frames(value: Any, *, hint: str = "for example frames=81") -> int:
+    """Return the number of frames of a video as an integer; raise if it is not a positive integer."""
+    frames = to_integer(value)
+    if frames is None or not 1 <= frames <= _MOST_FRAMES:
+        raise UsageError(
+            f"the number of frames must be an integer from 1 to {_MOST_FRAMES}, not {value!r:.60}", hint=hint
+        )
+    return frames
 
 
 def read_seed(value: Any, *, hint: str = "for example seed=7") -> int:

@@ -128,7 +128,11 @@ FAULTS = (
     ),
     Fault(
         summary="`anyaccel explain` failed for a tiny Wan, was slow and assumed another size.",
-        untested="No test explains a video pipeline.",
+        tests=(
+            "explanation/test_sizes.py::test_a_video_has_the_default_size_of_its_pipeline_even_without_the_text_encoder",
+            "explanation/test_sizes.py::test_a_tiny_video_pipeline_has_the_largest_size_that_its_config_supports",
+        ),
+        untested="How long it takes.",
     ),
     Fault(
         summary="Some of diffusers' own test pipelines failed on virtual devices.",

@@ -255,6 +255,12 @@ def test_pipelines_warn_about_a_missing_safety_checker(name: str) -> None:
 def test_classes_declare_offloading_exceptions() -> None:
     assert internals.read_never_offloaded(CLASSES.StableDiffusionPipeline) == ("safety_checker",)
     assert internals.read_never_offloaded(SimpleNamespace()) == ()
+
+
+def test_read_optional_components() -> None:
+    optional = internals.read_optional_components(CLASSES.StableDiffusionPipeline)
+    assert "safety_checker" in optional
+    assert "text_encoder" not in optional
     assert not internals.supports_group_offloading(CLASSES.AutoencoderOobleck)
     assert internals.supports_group_offloading(CLASSES.UNet2DConditionModel)
     assert internals.supports_group_offloading(torch.nn.Linear(2, 2))

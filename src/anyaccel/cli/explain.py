@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from anyaccel.call_limits import check_batch, parse_image_size
+from anyaccel.call_limits import check_batch, check_frames, parse_image_size
 from anyaccel.cli.progress import Display
 from anyaccel.cli.shared_options import AsJson, Dtype, ImageSize
 from anyaccel.processes.gc_control import gc_paused, ignore_existing_objects
@@ -41,6 +41,10 @@ Parallel = Annotated[
         help="How to split the model across devices: auto, tensor:2, context:4 or cfg. Default: one device.",
     ),
 ]
+Frames = Annotated[
+    int | None,
+    typer.Option("--frames", help="Number of frames of a video. Default: set by the model."),
+]
 Revision = Annotated[
     str | None, typer.Option("--revision", help="Commit, branch or tag of a hub model. Default: main.")
 ]
@@ -50,6 +54,7 @@ def explain_model(
     model: ModelName,
     device: DeviceOrProduct = "auto",
     size: ImageSize = None,
+    frames: Frames = None,
     batch: Annotated[int, typer.Option("--batch", "-n", help="Number of images per call.")] = 1,
     dtype: Dtype = None,
     smallest_dtype: SmallestDtype = None,
@@ -65,6 +70,8 @@ def explain_model(
     """
     width, height = (None, None) if size is None else parse_image_size(size)
     check_batch(batch, hint="for example --batch 1")
+    if frames is not None:
+        check_frames(frames, hint="for example --frames 81")
     display = Display()
     display.start_phase(f"Explaining {model}")
     try:
@@ -73,8 +80,19 @@ def explain_model(
             from anyaccel.explanation.explain import explain
             from anyaccel.explanation.model_configs import find_model
 
-            options = {"dtype": dtype, "smallest_dtype": smallest_dtype, "memory": memory, "parallel": parallel}
-            plan = explain(model, device, width=width, height=height, batch=batch, revision=revision, **options)
+            plan = explain(
+                model,
+                device,
+                width=width,
+                height=height,
+                frames=frames,
+                batch=batch,
+                dtype=dtype,
+                revision=revision,
+                smallest_dtype=smallest_dtype,
+                memory=memory,
+                parallel=parallel,
+            )
             # Only plans of placed pipelines have no forecast.
             assert plan.forecast is not None
             download_bytes = find_model(model, revision).missing_bytes(name for name, _ in plan.forecast.components)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-__all__ = ["find_largest_size"]
+__all__ = ["LARGEST_SIDE", "LARGEST_VIDEO_SIDE", "find_largest_size"]
 
 Size = tuple[int, int]
 _STEP = 128
-# Upper end of the search; few models generate larger images.
-_MAX_STEPS = 4096 // _STEP
+# Upper ends of the search; few models generate larger images. Tracing a large video takes many seconds.
+LARGEST_SIDE = 4096
+LARGEST_VIDEO_SIDE = 1536
 # Relative error of a prediction above which the next size comes from bisection.
 _GUESS_TOLERANCE = 0.1
 
 
-def find_largest_size(need: Callable[[Size], int | None], requested: Size, capacity_bytes: int) -> Size | None:
+def find_largest_size(
+    need: Callable[[Size], int | None], requested: Size, capacity_bytes: int, largest_side: int = LARGEST_SIDE
+) -> Size | None:
     """Return the largest size that fits in memory at the aspect ratio of `requested`, or None.
 
     Sizes are tried in steps of 128 pixels. `need` returns the number of bytes that a size requires, or
@@ -23,8 +26,9 @@ def find_largest_size(need: Callable[[Size], int | None], requested: Size, capac
     """
     measured: dict[int, int] = {}
     # Invariant: `fits` steps fit (0: nothing measured yet) and `too_large` steps do not.
-    fits, too_large = 0, _MAX_STEPS + 1
-    step, expected = min(max(1, max(requested) // _STEP), _MAX_STEPS), None
+    max_steps = largest_side // _STEP
+    fits, too_large = 0, max_steps + 1
+    step, expected = min(max(1, max(requested) // _STEP), max_steps), None
     while too_large - fits > 1:
         size_bytes = need(_scale(requested, step))
         if size_bytes is not None and size_bytes <= capacity_bytes:

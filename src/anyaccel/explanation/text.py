@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
+from anyaccel.explanation.largest_size import LARGEST_SIDE, LARGEST_VIDEO_SIDE
 from anyaccel.planning.memory import Forecast
 from anyaccel.planning.plan import Plan
 from anyaccel.planning.plan_text import describe_decisions, split_by_default
@@ -32,7 +33,10 @@ def describe_explanation(plan: Plan, model: str, width: int = 100, *, download_b
     lines += ["", *_draw_phases(forecast, width), ""]
     weights = sorted(forecast.components, key=lambda component: -component[1])
     total = readable(sum(size for _, size in weights))
-    lines += _wrap(f"weights {total}: " + ", ".join(f"{name} {readable(size)}" for name, size in weights), width, "")
+    without = f" without {' and '.join(forecast.not_included)}" if forecast.not_included else ""
+    lines += _wrap(
+        f"weights {total}{without}: " + ", ".join(f"{name} {readable(size)}" for name, size in weights), width, ""
+    )
     if download_bytes:
         lines.append(f"to download: {readable(download_bytes)} (minus files already in the local cache)")
     if plan.capture.value and forecast.fits and forecast.recorded_peak_bytes > forecast.peak_bytes:
@@ -51,14 +55,19 @@ def describe_explanation(plan: Plan, model: str, width: int = 100, *, download_b
 
 
 def _describe_output(forecast: Forecast) -> str:
-    images = f"{forecast.images} image{'s' if forecast.images != 1 else ''}"
-    return f"{images} of {forecast.size[0]} × {forecast.size[1]}" if forecast.size else images
+    noun = {"image": "image", "video": "video", "audio": "audio clip"}[forecast.kind]
+    details = [f"{forecast.size[0]} × {forecast.size[1]}"] if forecast.size else []
+    details += [f"{forecast.frames} frame{'s' if forecast.frames != 1 else ''}"] if forecast.frames else []
+    details += [f"{forecast.seconds:.3g} s"] if forecast.seconds else []
+    count = f"{forecast.images} {noun}{'s' if forecast.images != 1 else ''}"
+    return f"{count} of {', '.join(details)}" if details else count
 
 
 def _describe_verdict(plan: Plan, forecast: Forecast) -> str:
     need, capacity = readable(forecast.peak_bytes), readable(forecast.capacity_bytes)
     if forecast.fits:
-        return f"fits ({plan.memory}): peak {need} of {capacity}"
+        without = f", without {' and '.join(forecast.not_included)}" if forecast.not_included else ""
+        return f"fits ({plan.memory}): peak {need} of {capacity}{without}"
     return f"does not fit: {plan.memory.reason}"
 
 
@@ -92,9 +101,9 @@ def _describe_largest(plan: Plan, forecast: Forecast) -> Iterator[str]:
             yield f"largest batch at this size by memory: {batch}; the plan runs {images_per_call} at a time"
     if forecast.largest_size is not None:
         width, height = forecast.largest_size
-        # `find_largest_size` tries no side above 4096 pixels.
-        more = " (no larger size was tried)" if max(width, height) >= 4096 else ""
-        yield f"largest single image{'' if forecast.fits else ' that would fit'}: {width} × {height}{more}"
+        tried = LARGEST_VIDEO_SIDE if forecast.kind == "video" else LARGEST_SIDE
+        more = " (no larger size was tried)" if max(width, height) >= tried else ""
+        yield f"largest single {forecast.kind}{'' if forecast.fits else ' that would fit'}: {width} × {height}{more}"
 
 
 def _list_sections(forecast: Forecast) -> Iterator[tuple[str, list[str]]]:
@@ -111,7 +120,8 @@ def _list_sections(forecast: Forecast) -> Iterator[tuple[str, list[str]]]:
 def _list_changes(plan: Plan, forecast: Forecast) -> list[str]:
     changes = [f"a device with {readable(forecast.peak_bytes)} for tensors"]
     if forecast.largest_size is not None:
-        changes.append(f"an image of {forecast.largest_size[0]} × {forecast.largest_size[1]}")
+        article = "an" if forecast.kind == "image" else "a"
+        changes.append(f"{article} {forecast.kind} of {forecast.largest_size[0]} × {forecast.largest_size[1]}")
     if plan.dtype.value in ("float32", "float64"):
         changes.append("--dtype bfloat16, which halves the memory")
     return changes

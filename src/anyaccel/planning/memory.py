@@ -19,6 +19,7 @@ __all__ = [
     "PLAIN",
     "Forecast",
     "MemoryRule",
+    "OutputKind",
     "QuantizationOption",
     "Residence",
     "choose_memory",
@@ -33,6 +34,7 @@ __all__ = [
 
 # Which weights are on the device: all of them, or those of the running phase (read from disk), model or layer.
 Residence: TypeAlias = Literal["resident", "phase", "component", "layer"]
+OutputKind: TypeAlias = Literal["image", "video", "audio"]
 
 _RESIDENCE_TEXT = {
     "resident": "everything resident",
@@ -91,7 +93,15 @@ class Forecast:
     components: tuple[tuple[str, int], ...]
     """The bytes of each model's weights."""
     images: int
+    """The number of images, videos or audio clips."""
     size: tuple[int, int] | None
+    kind: OutputKind = "image"
+    frames: int | None = None
+    """The number of frames of each video; None for images and audio."""
+    seconds: float | None = None
+    """The duration of each audio clip; None for images and videos, and if it is unknown."""
+    not_included: tuple[str, ...] = ()
+    """The models whose config files are missing. The forecast does not count their memory."""
     largest_batch: int | None = None
     """The largest batch that fits with this rule; 0 if no image fits; None if it was not computed."""
     largest_size: tuple[int, int] | None = None
@@ -112,7 +122,11 @@ class Forecast:
             "phases": dict(self.phases),
             "components": dict(self.components),
             "images": self.images,
+            "kind": self.kind,
             "size": list(self.size) if self.size else None,
+            "frames": self.frames,
+            "seconds": self.seconds,
+            "not_included": list(self.not_included),
             "largest_batch": self.largest_batch,
             "largest_size": list(self.largest_size) if self.largest_size else None,
             "limits": [asdict(limit) for limit in self.limits],

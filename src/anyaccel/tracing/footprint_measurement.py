@@ -15,6 +15,7 @@ from anyaccel.planning.footprint import Footprint, MemorySavings, ModelCall, Mod
 from anyaccel.planning.kernel_workspace import Workspace
 from anyaccel.planning.limit_hits import TraceFacts
 from anyaccel.tracing.pipeline_trace import PipelineTrace
+from anyaccel.tracing.traced_output import TracedOutput, read_output
 from anyaccel.upstream.diffusers_internals import (
     find_slicing_obstacle,
     read_never_offloaded,
@@ -57,8 +58,14 @@ class Measurement:
         self.never_offloaded = () if unified_memory else read_never_offloaded(pipe)
         self.trace_facts = TraceFacts()
         """Facts of the first run."""
+        self.output = TracedOutput()
+        """What the first run generated."""
         self._footprints: dict[tuple[MemorySavings, int, int | None], Footprint] = {}
-        models = {name: model for name, model in pipe.components.items() if isinstance(model, torch.nn.Module)}
+        models = {
+            name: model
+            for name, model in pipe.components.items()
+            if isinstance(model, torch.nn.Module) and name not in traced.not_included
+        }
         self._models = tuple(_read_size(name, model, workspace, fetches_ahead) for name, model in models.items())
         self._never_streamed = tuple(
             name
@@ -93,9 +100,9 @@ class Measurement:
         attention = replace(self.attention, heads="max") if savings.sliced_attention else self.attention
         setting = savings.vae_in_parts, images_per_call and (images, images_per_call)
         with self.split_rows(images, images_per_call):
-            self.traced.run(self.pipe, self.arguments(images), self.workspace, attention, setting)
+            result = self.traced.run(self.pipe, self.arguments(images), self.workspace, attention, setting)
         if first:
-            self.trace_facts = self.traced.trace_facts
+            self.trace_facts, self.output = self.traced.trace_facts, read_output(result)
         return Footprint(
             pipeline=type(self.pipe).__name__,
             dtype=str(self.pipe.dtype).removeprefix("torch."),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from anyaccel.errors import AnyaccelError, ModelError
 from anyaccel.recipes import Recipe
+from anyaccel.tracing.missing_encoders import MissingConfig, find_output_widths
 from anyaccel.tracing.model_folder import Component, ModelFolder, is_a, require_recipe
+from anyaccel.upstream.diffusers_internals import read_optional_components
 
 __all__ = ["FullSizePipeline", "build_components", "build_pipeline"]
 
@@ -22,24 +24,31 @@ _IGNORED_SETTINGS = ("architectures", "model_type", "torch_dtype", "dtype", "tra
 class FullSizePipeline:
     """A pipeline with full-size, untrained models, and the recipe that provides its call arguments."""
 
-    def __init__(self, pipe: Any, recipe: Recipe) -> None:
-        self.pipe, self.recipe = pipe, recipe
+    def __init__(self, pipe: Any, recipe: Recipe, not_included: tuple[MissingConfig, ...] = ()) -> None:
+        self.pipe, self.recipe, self.not_included = pipe, recipe, not_included
 
 
 def build_pipeline(
-    folder: ModelFolder, device: str, dtype: torch.dtype, finish: Callable[[str, Any], Any] | None = None
+    folder: ModelFolder,
+    device: str,
+    dtype: torch.dtype,
+    finish: Callable[[str, Any], Any] | None = None,
+    stand_in: Callable[[str, Any, Mapping[int, int]], Any] | None = None,
 ) -> FullSizePipeline:
     """Build a pipeline with full-size, untrained models from the config files in a model folder.
 
     The models are created on `device`; the `meta` device needs no memory. Tokenizers and processors are
     those of the recipe's tiny pipeline: they have no weights and produce outputs with the same lengths
     as the real ones. `finish(name, model)` is called for each model and returns the model to use.
+    `stand_in(name, tiny, widths)` returns the model to use instead of an encoder without a config file, where
+    `widths` maps widths of the tiny model's output to those of the encoder. Without it, such an encoder is an error.
     """
     import diffusers
 
     recipe = require_recipe(folder.pipeline)
     tiny: Any = recipe.make()
     components = dict(tiny.components)
+    not_included: list[MissingConfig] = []
     settings = {name for name in tiny.config if not name.startswith("_")} - set(components)
     components |= {name: value for name, value in folder.switches.items() if name in settings}
     for component in folder.components:
@@ -51,23 +60,26 @@ def build_pipeline(
             if tiny_component is None:
                 components[component.name] = _make_processor(component)
             elif isinstance(tiny_component, torch.nn.Module):
-                path = folder.path / component.name
-                raise ModelError(
-                    f"{folder.pipeline} requires {component.name}, but {path} has no config.json",
-                    hint="download all config files of the model again",
-                )
+                missing = MissingConfig(component.name, component.kind, folder.path / component.name)
+                if stand_in is None or not _is_encoder(tiny_component):
+                    raise missing.make_error(folder.pipeline)
+                not_included.append(missing)
         elif _is_model(tiny_component, component):
             with _name_config_file(component):
                 model = _make_model(tiny_component, component, device, dtype)
             components[component.name] = finish(component.name, model) if finish else model
-    for name in set(tiny.components) - {component.name for component in folder.components}:
-        if isinstance(components[name], torch.nn.Module):  # an optional component that this model does not have
-            components[name] = None
     pipeline_class: Any = getattr(diffusers, folder.pipeline)
+    optional = {*read_optional_components(pipeline_class), *folder.absent}
+    not_included += _remove_unlisted(components, set(tiny.components), folder, optional, keep=stand_in is not None)
+    if stand_in is not None:
+        for missing in not_included:
+            encoder: Any = torch.nn.Module.to(components[missing.name], dtype)
+            widths = find_output_widths(encoder, tiny.components, components)
+            components[missing.name] = stand_in(missing.name, encoder, widths)
     _extend_tokenizers(components)
     pipe = pipeline_class(**components)
     pipe.set_progress_bar_config(disable=True)
-    return FullSizePipeline(pipe, recipe)
+    return FullSizePipeline(pipe, recipe, tuple(not_included))
 
 
 @contextlib.contextmanager
@@ -94,6 +106,27 @@ def build_components(components: Iterable[Component], device: str, dtype: torch.
         else:
             built[component.name] = component_class.from_config(dict(component.config or {}))
     return built
+
+
+def _remove_unlisted(
+    components: dict[str, Any], names: set[str], folder: ModelFolder, optional: set[str], *, keep: bool
+) -> list[MissingConfig]:
+    """Set the models that a folder does not list to None, and return the encoders that the pipeline requires.
+
+    With `keep=False`, those are set to None as well.
+    """
+    required = []
+    for name in sorted(names - {component.name for component in folder.components}):
+        if keep and name not in optional and _is_encoder(components[name]):
+            required.append(MissingConfig(name, type(components[name]).__name__, folder.path / name))
+        elif isinstance(components[name], torch.nn.Module):  # an optional component that this model does not have
+            components[name] = None
+    return required
+
+
+def _is_encoder(tiny: Any) -> bool:
+    """Return whether a model encodes prompts or images: diffusers takes these models from transformers."""
+    return isinstance(tiny, torch.nn.Module) and type(tiny).__module__.startswith("transformers.")
 
 
 def _is_model(tiny: Any, component: Component) -> bool:

@@ -49,6 +49,8 @@ class ModelFolder:
     components: tuple[Component, ...]
     switches: Mapping[str, Any]
     """Settings of the pipeline itself, such as `force_zeros_for_empty_prompt`."""
+    absent: frozenset[str] = frozenset()
+    """Components that the index lists as `[null, null]`: the model does not have them."""
 
     def missing_bytes(self, models: Iterable[str]) -> int | None:
         """Return the size in bytes of these models' weight files that have not been downloaded yet.
@@ -80,7 +82,10 @@ def read_model_folder(path: Path) -> ModelFolder:
         _read_component(path, name, library, kind) for name, (library, kind) in entries.items() if library is not None
     ]
     switches = {name: entry for name, entry in index.items() if name not in entries and not name.startswith("_")}
-    return ModelFolder(path=path, pipeline=index["_class_name"], components=tuple(components), switches=switches)
+    absent = frozenset(name for name, (library, _) in entries.items() if library is None)
+    return ModelFolder(
+        path=path, pipeline=index["_class_name"], components=tuple(components), switches=switches, absent=absent
+    )
 
 
 def find_recipe(pipeline: str) -> Recipe | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Hashable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,9 @@ from anyaccel.tracing.allocation_tracker import AllocationTracker
 from anyaccel.tracing.meta_module import MAX_KEPT_OUTPUT_BYTES, first_floating, map_tensors, to_meta_module
 
 __all__ = ["ModelCallRecord", "PipelineTrace"]
+
+_UNCHANGED = object()
+_MOST_CPU_ELEMENTS = 2**26
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,11 @@ class PipelineTrace:
         self.model_calls: list[ModelCallRecord] = []
         self.between: list[int] = []
         """Peaks of the pipeline's own work before, between and after the model calls."""
+        self.not_included: dict[str, Mapping[int, int]] = {}
+        """Models whose memory is not counted: tiny ones that replace models of unknown size.
+
+        Each value maps a width of the tiny model's output to that of the model which it replaces.
+        """
         self._tracker = AllocationTracker(Workspace(), ())
         self._setting: Hashable = None
         self._weights: list[torch.Tensor] = []
@@ -55,6 +65,11 @@ class PipelineTrace:
     def wrap_model(self, name: str, model: torch.nn.Module) -> torch.nn.Module:
         """Make a model on `meta` callable with CPU tensors, and record its calls in this trace."""
         return to_meta_module(model, name, self)
+
+    def wrap_stand_in(self, name: str, tiny: torch.nn.Module, widths: Mapping[int, int]) -> torch.nn.Module:
+        """Return a tiny model that runs instead of a model of unknown size. Its memory is not counted."""
+        self.not_included[name] = widths
+        return to_meta_module(tiny.to("meta"), name, self)
 
     def run(
         self,
@@ -83,6 +98,11 @@ class PipelineTrace:
         """Run one model call, or reuse the cached result of a call with the same input shapes."""
         tracker = self._tracker
         tracker.model = name
+        if name in self.not_included:
+            with tracker.paused():
+                result = call(*map_tensors(args, self._to_meta), **map_tensors(kwargs, self._to_meta))
+                result = map_tensors(result, functools.partial(_widen, widths=self.not_included[name]))
+            return map_tensors(result, functools.partial(self._to_cpu, replaces_another=False))
         self.between.append(tracker.take_peak())
         before = tracker.used
         key = (self._setting, name, method, repr(map_tensors((args, kwargs), _read_layout)))
@@ -107,19 +127,34 @@ class PipelineTrace:
     def run_submodule(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
         """Run one call to a submodule, or reuse the cached result of a call with the same input shapes.
 
-        This is for submodules that run repeatedly, for example once per tile.
+        This is for submodules that run repeatedly, for example once per tile. A call may change the lists that it
+        receives, as video autoencoders do.
         """
-        # Video autoencoders pass a list that each call updates for the next one: never cached.
-        if any(isinstance(value, list | dict) and value for value in (*args, *kwargs.values())):
+        values = (*args, *kwargs.values())
+        if any(isinstance(value, dict) and value for value in values):
             return call(*args, **kwargs)
+        lists = [value for value in values if isinstance(value, list)]
         key = (self._setting, name, repr(map_tensors((args, kwargs), _read_layout)))
         cached = self._cache.get(key)
         if cached is None:
+            before = [[_weak(item) for item in items] for items in lists]
             result, above = self._tracker.measure_peak(lambda: call(*args, **kwargs))
-            self._cache[key] = (map_tensors(result, self._to_meta), above)
+            changes = [self._read_changes(old, items) for old, items in zip(before, lists, strict=True)]
+            self._cache[key] = ((map_tensors(result, self._to_meta), changes), above)
             return result
-        self._tracker.count_transient(cached[1])
-        return map_tensors(cached[0], torch.empty_like)
+        (result, changes), above = cached
+        self._tracker.count_transient(above)
+        for items, changed in zip(lists, changes, strict=True):
+            _apply_changes(items, changed)
+        return map_tensors(result, torch.empty_like)
+
+    def _read_changes(self, before: list[Callable[[], Any]], after: list[Any]) -> list[Any]:
+        """Return the items that a call assigned to a list, without data, and `_UNCHANGED` for the others."""
+        old = [item() for item in before[: len(after)]] + [_UNCHANGED] * (len(after) - len(before))
+        return [
+            _UNCHANGED if item is previous else map_tensors(item, self._to_meta)
+            for previous, item in zip(old, after, strict=True)
+        ]
 
     def _to_meta(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a meta tensor with the layout of a given tensor.
@@ -131,11 +166,16 @@ class PipelineTrace:
         self._tracker.ignore(meta)
         return meta
 
-    def _to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return CPU zeros with a meta tensor's shape; the zeros are counted instead of the meta tensor."""
+    def _to_cpu(self, tensor: torch.Tensor, *, replaces_another: bool = True) -> torch.Tensor:
+        """Return CPU zeros with a meta tensor's shape; the zeros are counted instead of the meta tensor.
+
+        Very large tensors, such as decoded videos, stay on `meta`: zeros would need as much host memory as the video.
+        """
+        if tensor.numel() > _MOST_CPU_ELEMENTS:
+            return tensor
         with self._tracker.paused():
             zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
-        self._tracker.add(zeros, replaces_another=True)
+        self._tracker.add(zeros, replaces_another=replaces_another)
         return zeros
 
 
@@ -153,3 +193,30 @@ def _restore_random_states() -> Iterator[None]:
 
 def _read_layout(tensor: torch.Tensor) -> Any:
     return tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _widen(tensor: torch.Tensor, widths: Mapping[int, int]) -> torch.Tensor:
+    """Return an empty tensor whose last dimension has the width that `widths` lists for it."""
+    width = widths.get(tensor.shape[-1]) if tensor.dim() and tensor.is_floating_point() else None
+    return tensor if width is None else tensor.new_empty((*tensor.shape[:-1], width))
+
+
+def _weak(item: Any) -> Callable[[], Any]:
+    """Return a function that returns an item. It does not keep a tensor alive, which would add to the peak."""
+    return weakref.ref(item) if isinstance(item, torch.Tensor) else lambda: item
+
+
+def _apply_changes(items: list[Any], changes: list[Any]) -> None:
+    """Assign what a cached call assigned to a list. Tensors with the same layout as the new ones are kept."""
+    before = items[:]
+    del items[len(changes) :]
+    for position, change in enumerate(changes):
+        if position >= len(items):
+            items.append(map_tensors(change, torch.empty_like))
+        elif change is not _UNCHANGED and not _is_same_layout(before[position], change):
+            items[position] = map_tensors(change, torch.empty_like)
+
+
+def _is_same_layout(left: Any, right: Any) -> bool:
+    tensors = isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)
+    return tensors and _read_layout(left) == _read_layout(right)

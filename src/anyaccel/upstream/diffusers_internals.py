@@ -46,6 +46,7 @@ __all__ = [
     "read_module",
     "read_never_offloaded",
     "read_offload_order",
+    "read_optional_components",
     "read_parallel_plan",
     "read_progress_bar_config",
     "read_repeated_blocks",
@@ -296,6 +297,11 @@ def read_offload_order(pipe: Any) -> tuple[str, ...]:
     """Return the names of the models that replace one another under CPU offloading, in the order of their calls."""
     order = str(getattr(pipe, "model_cpu_offload_seq", None) or "").split("->")
     return tuple(name for name in order if name)
+
+
+def read_optional_components(pipeline_class: Any) -> tuple[str, ...]:
+    """Return the names of the components that a pipeline works without (pipelines/pipeline_utils.py)."""
+    return tuple(getattr(pipeline_class, "_optional_components", ()))
 
 
 def supports_group_offloading(model: Any) -> bool:

@@ -42,6 +42,7 @@ from anyaccel.upstream.torch_internals import assume_all_nonzero
 __all__ = [
     "find_capacity",
     "find_default_side",
+    "find_sample_side",
     "forecast_call",
     "list_call_rules",
     "list_pipeline_residences",
@@ -102,13 +103,18 @@ def _bytes_on(device: torch.device, component: Any) -> int:
 
 def find_default_side(pipe: Any) -> int:
     """Return the default side length of a pipeline's images in pixels, or 1024 if there is no default."""
+    return find_sample_side(pipe) or _DEFAULT_SIDE
+
+
+def find_sample_side(pipe: Any) -> int | None:
+    """Return the side length in pixels of the images that a pipeline's denoiser was trained on, or None."""
     scale = getattr(pipe, "vae_scale_factor", None)
     scale = scale if isinstance(scale, int) else 1  # without an autoencoder the denoiser works on pixels
     models = [getattr(pipe, name, None) for name in ("unet", "transformer")]
     sizes = [getattr(pipe, "default_sample_size", None)]
     sizes += [getattr(getattr(model, "config", None), "sample_size", None) for model in models]
     sample_size = next((size for size in sizes if isinstance(size, int)), None)
-    return _DEFAULT_SIDE if sample_size is None else sample_size * scale
+    return None if sample_size is None else sample_size * scale
 
 
 def supports_tiling(pipe: Any) -> bool:

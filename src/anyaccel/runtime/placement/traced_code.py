@@ -94,11 +94,11 @@ def _is_searched(value: Any) -> bool:
 
 def _list_user_values(namespace: Mapping[str, Any], *, copied: bool = True) -> list[str]:
     """Return the names in a namespace whose values are functions, classes or objects of the user."""
-    skipped = () if copied else _NOT_COPIED
+    if copied:
+        return [name for name, value in list(namespace.items()) if not _is_library_object(value)]
+    attributes = {name: value for name, value in namespace.items() if name not in _NOT_COPIED}
     return [
-        name
-        for name, value in list(namespace.items())
-        if name not in skipped and not all(map(_is_library_object, (value, *_list_items(value))))
+        name for name, value in attributes.items() if not all(map(_is_library_object, (value, *_list_items(value))))
     ]
 
 
