@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("fast", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_variants_generate_the_same_image_in_turn(fast: bool, folder: Path) -> None:
     """Slow with the third variant: each variant imports torch and diffusers in a process of its own."""
@@ -52,7 +52,7 @@ def test_variants_generate_the_same_image_in_turn(fast: bool, folder: Path) -> N
         assert "speed='fast' is" in text
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_failed_variant_reports_its_error(tmp_path: Path) -> None:
     [row] = run_together([BenchCase(model=str(tmp_path), device="cpu", variants=("stock eager",))], rounds=1)
     assert re.match(r"stock eager failed: .*model_index\.json", row["error"])

@@ -34,7 +34,7 @@ def run_pytest_forked(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return run_in_fork(work, ["pytest"], {}, timeout_s=300)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_foreign_suite_on_a_virtual_device() -> None:
     done = run_pytest("test_foreign.py", "--accelerator", "neuron", "--accelerator-strict")
     assert done.returncode == 1, done.stdout + done.stderr

@@ -59,7 +59,7 @@ main()
 """The command line with child processes that hang instead of running pipelines."""
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["check pixart-alpha --device mps", "chart --family dit --device mps --keep kept"])
 def test_sigterm_ends_the_children_of_a_command(command: str, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_THREADS": "1"}

@@ -9,7 +9,7 @@ from anyaccel.backends.evidence_files import read_verification
 from tests.conftest import NEEDS_RECIPES, RunCli
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @NEEDS_RECIPES
 def test_cpu_agrees_with_its_sheet(run_cli_forked: RunCli, tmp_path: Path) -> None:
     file = tmp_path / "evidence.json"

@@ -108,7 +108,7 @@ def test_a_finished_batch_is_not_run_again(files: Path, run_cli_forked: RunCli) 
     assert read_images(files / "batch" / "finished") == before
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_stopped_batch_continues_with_its_last_row(files: Path, run_cli_forked: RunCli) -> None:
     folder = files / "batch" / "stopped"
     before = read_images(folder)
@@ -143,7 +143,7 @@ def service(files: Path) -> Iterator[Live]:
     live.end(signal.SIGTERM)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_service_continues_with_the_jobs(service: Live, files: Path) -> None:
     with service.http() as client:
         jobs = {job["request"]["prompt"]: job for job in client.get("/v1/jobs").json()["data"]}

@@ -144,7 +144,8 @@ def test_script_runs_on_the_cpu(run_cli_forked: RunCli, tmp_path: Path) -> None:
 @NEEDS_RECIPES
 def test_models_of_a_script_are_loaded_completely_on_the_cpu(run_cli_forked: RunCli, tmp_path: Path) -> None:
     # transformers finds out with `torch.tensor([])` whether it is inside `torch.device("meta")`.
-    recipes()["stable-diffusion"].make().text_encoder.save_pretrained(tmp_path / "text_encoder")
+    pipe: Any = recipes()["stable-diffusion"].make()
+    pipe.text_encoder.save_pretrained(tmp_path / "text_encoder")
     script = tmp_path / "script.py"
     script.write_text(
         "import torch\nfrom transformers import CLIPTextModel\n"

@@ -131,7 +131,7 @@ def test_unwritable_ledger_path_fails_at_startup(path: str, reason: str) -> None
     assert done.stdout == ""
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_child_process_writes_its_own_ledger(tmp_path: Path) -> None:
     """The path is resolved at the start, even if the program changes its working directory.
 

@@ -30,7 +30,7 @@ LONG = {"prompt": "a dog", "num_inference_steps": 20_000, "seed": 1}
 LIMITS = ("--limit", "max_steps=20000")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_deadlines_a_killed_service_a_dead_worker_and_a_graceful_shutdown(tmp_path: Path, folder: Path) -> None:
     """One test with two services: each service and each new worker imports torch and diffusers."""
     killed = Live(tmp_path, f"tiny={folder}", "--max-batch", "1", "--limit", "deadline_s=6", *LIMITS)
@@ -227,7 +227,7 @@ def run_serve(*options: str, **environment: str) -> Any:
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_unusable_model_or_address_ends_with_an_error(tmp_path: Path) -> None:
     missing = run_serve(str(tmp_path / "none"), "--port", "0", "--data", str(tmp_path / "data"))
     assert (missing.returncode, "Traceback" in missing.stderr) == (3, False)

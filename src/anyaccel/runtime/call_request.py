@@ -89,10 +89,10 @@ def read_call_request(
     try:
         bound = signature.bind(pipe, *args, **kwargs)
     except TypeError as error:
-        bound = _bind_to_decorator(_find_decorator(call), (pipe, *args), kwargs)
-        if bound is None:  # Python's own message starts with the name of the function
+        decorated = _bind_to_decorator(_find_decorator(call), (pipe, *args), kwargs)
+        if decorated is None:  # Python's own message starts with the name of the function
             raise TypeError(f"{getattr(call, '__qualname__', '__call__')}() {error}") from None
-        signature = bound.signature
+        bound, signature = decorated, decorated.signature
     arguments, accepts, positional = _read_arguments(pipe, signature, bound)
     positional = positional or tuple(arguments)[: len(args)]  # a decorator of the user may read or change them
     accepts |= _block_inputs(pipe)

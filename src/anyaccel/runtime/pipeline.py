@@ -235,7 +235,7 @@ class Portable(VendorAliases):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        _defer_to_components(self, self.components)
+        _defer_to_components(self, self.components)  # type: ignore[attr-defined]
 
 
 def _create(kind: Any) -> Any:

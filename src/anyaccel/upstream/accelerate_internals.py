@@ -46,10 +46,10 @@ def set_hook(module: Any, hook: Any) -> None:
     module._hf_hook = hook if before is None else SequentialHook(before, hook)
 
 
-def remove_hook(module: Any, kinds: tuple[type, ...]) -> None:
+def remove_hook(module: Any, kinds: tuple[Any, ...]) -> None:
     """Remove a module's hook if it is of one of these classes; of a `SequentialHook`, remove only these (hooks.py)."""
     hook = find_hook(module)
-    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    hooks: tuple[Any, ...] = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
     kept = [entry for entry in hooks if not isinstance(entry, kinds)]
     if len(kept) == len(hooks):
         return

@@ -117,6 +117,7 @@ def test_same_command_gives_the_same_file_and_overwrites_nothing(run: Run) -> No
     assert run(*command, "--force").paths == paths[:1]
 
 
+@pytest.mark.slow
 def test_separate_process_and_python_generate_the_same_image(
     run_cli: RunCli, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,18 @@ def deepcopy_of_a_pipeline(session: Session) -> Any:
 
 
 @usage(BUILD)
+def copy_of_a_pipeline_that_refers_to_itself(session: Session) -> Any:
+    """`pipe.encode = pipe.encode_prompt`, then `copy.deepcopy` and pickle."""
+    pipe = session.make()
+    pipe.encode = pipe.encode_prompt
+    copies = [copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))]
+    return {
+        "bound": [other.encode.__self__ is other for other in copies],
+        "images": [session.run(other) for other in copies],
+    }
+
+
+@usage(BUILD)
 def deepcopy_of_a_model(session: Session) -> Any:
     """`copy.deepcopy` of a placed model."""
     pipe = session.make()

@@ -248,6 +248,28 @@ def call_with_a_decorator(session: Session) -> Any:
 
 
 @usage(CALL)
+def decorator_changes_positional_arguments(session: Session) -> Any:
+    """A decorator of `__call__` that changes a prompt which was passed by position."""
+
+    def add_style(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if args:
+                args = (f"{args[0]} in watercolor", *args[1:])
+            return function(self, *args, **kwargs)
+
+        return call
+
+    class Pipeline(diffusers.StableDiffusionPipeline):
+        __call__ = add_style(diffusers.StableDiffusionPipeline.__call__)
+
+    pipe = session.place(Pipeline(**session.make(place=False).components))
+    pipe.set_progress_bar_config(disable=True)
+    arguments = session.arguments()
+    return pipe(arguments.pop("prompt"), **arguments).images
+
+
+@usage(CALL)
 def output_with_slots(session: Session) -> Any:
     """A subclass whose output has `to_tuple` and cannot have new attributes."""
 

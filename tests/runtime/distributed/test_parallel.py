@@ -46,7 +46,7 @@ def run_ranks(device: str, folder: Path, cases: list[str]) -> tuple[dict[str, An
     return first, second
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "device", [pytest.param(device, marks=pytest.mark.slow if ":" in device else ()) for device in MORE]
 )

@@ -94,7 +94,8 @@ def test_parameters_keep_their_identity_values_and_strides() -> None:
 
 def test_parameters_that_overlap_still_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped_weights, "_FILE_BYTES", 1)  # one file for each block
-    first, second = torch.nn.Linear(4, 6), torch.nn.Linear(4, 6)
+    first: Any = torch.nn.Linear(4, 6)
+    second: Any = torch.nn.Linear(4, 6)
     flat = torch.arange(100.0)
     first.weight.data = flat[10:34].view(6, 4)
     first.register_parameter("transposed", torch.nn.Parameter(first.weight.data.t()))

@@ -13,6 +13,7 @@ import diffusers
 import numpy
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
@@ -268,3 +269,49 @@ def test_a_damaged_outcome_file_is_ignored(content: str, tmp_path: Path, monkeyp
     rule = '"residence": "resident", "way": {}, "images_per_call": null'
     path.write_text(content.replace("}", f", {rule}}}"))
     assert oom_history.load_outcome("k", 1) is None
+
+
+class Brighten(ModelHook):  # type: ignore[misc]
+    """A hook of the user."""
+
+    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+        return output * 1.2
+
+
+class Table(torch.nn.Module):
+    """A layer of the user with a plain tensor that moves with the layer."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer, self.table = layer, torch.linspace(0, 1, 4)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.table = fn(self.table)
+        return self
+
+    def forward(self, sample: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(sample) + self.table[None, :, None, None]
+        return output
+
+
+@pytest.mark.parametrize(("device", "residence"), [("cpu", "layer"), ("neuron", "component")])
+def test_hooks_and_layers_of_the_user_are_kept(device: str, residence: str) -> None:
+    def use() -> None:
+        images = []
+        for is_placed in (False, True):
+            pipe = make()
+            add_hook_to_module(pipe.unet.mid_block, Brighten())
+            add_hook_to_module(pipe.vae, Brighten())
+            if residence == "component":
+                pipe.unet.conv_out = Table(pipe.unet.conv_out)
+            if is_placed:
+                pipe = place(pipe, device, dtype="float32", memory=residence)
+            images += [generate(pipe), generate(pipe)]
+            if is_placed:
+                pipe.to("cpu", memory="resident")
+                images.append(generate(pipe))
+        stock = images[0]
+        assert all(difference(image, stock) < TOLERANCE for image in images[1:])
+
+    run_placed(device, use)

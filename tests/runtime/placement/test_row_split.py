@@ -457,3 +457,35 @@ def test_split_batches_of_every_recipe(name: str) -> None:
     """Every batch that stock diffusers accepts has the same result, with split or with unsplit models."""
     for case, outcome in compare_recipe(name, CASES).items():
         assert outcome["status"] != "different", (case, outcome)
+
+
+def make_ltx(**config: Any) -> Any:
+    """Return an LTX pipeline with the VAE structure of LTX-Video 0.9.1."""
+    pipe: Any = recipes()["ltx"].make()
+    structure = {
+        "block_out_channels": (8,) * 4, "decoder_block_out_channels": (16, 32, 64), "layers_per_block": (1,) * 5,
+        "decoder_layers_per_block": (1,) * 4, "spatio_temporal_scaling": (True, True, False, False),
+        "decoder_spatio_temporal_scaling": (True,) * 3, "upsample_residual": (True,) * 3, "upsample_factor": (2,) * 3,
+        "decoder_inject_noise": (False,) * 4, "patch_size": 1, "patch_size_t": 1,
+    }  # fmt: skip
+    own = {name: value for name, value in pipe.vae.config.items() if not name.startswith("_")}
+    torch.manual_seed(0)
+    pipe.vae = type(pipe.vae)(**{**own, **structure, **config}).eval()
+    for name, parameter in pipe.vae.named_parameters():
+        if "per_channel" in name:
+            parameter.data.fill_(0.5)
+    return pipe
+
+
+@pytest.mark.parametrize("config", [{"decoder_inject_noise": (True,) * 4}, {"timestep_conditioning": True}])
+def test_a_vae_that_cannot_be_sliced_is_not_split(config: dict[str, Any]) -> None:
+    def generate(pipe: Any) -> tuple[Any, torch.Tensor]:
+        torch.manual_seed(5)
+        arguments = {**recipes()["ltx"].call(), "prompt": ["a fox", "a house"], "generator": make_generator()}
+        return numpy.asarray(pipe(**arguments).frames), torch.get_rng_state()
+
+    stock, state = generate(make_ltx(**config))
+    placed = anyaccel.place(make_ltx(**config), "cpu", dtype="float32", images_per_call=1)
+    images, placed_state = generate(placed)
+    numpy.testing.assert_allclose(images, stock, atol=1e-4)
+    assert torch.equal(placed_state, state)

@@ -13,6 +13,12 @@ import numpy
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from diffusers.modular_pipelines import (
+    InputParam,
+    ModularPipelineBlocks,
+    OutputParam,
+    StableDiffusionXLAutoBlocks,
+)
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -242,3 +248,60 @@ def test_a_call_that_fits_easily_is_not_searched(monkeypatch: pytest.MonkeyPatch
     pipe = anyaccel.place(make(), "cpu", dtype="float32")
     run(recipes()["stable-diffusion"], pipe)
     search.assert_not_called()
+
+
+class AddNoise(ModularPipelineBlocks):  # type: ignore[misc]
+    """A block of the user that draws from a generator of its own."""
+
+    model_name = "stable-diffusion-xl"
+    description = "adds noise before decoding"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.calls = torch.Generator().manual_seed(5), 0
+
+    @property
+    def inputs(self) -> list[InputParam]:
+        return [InputParam("latents")]
+
+    @property
+    def intermediate_outputs(self) -> list[OutputParam]:
+        return [OutputParam("latents")]
+
+    def __call__(self, components: Any, state: Any) -> Any:
+        self.calls += 1
+        block = self.get_block_state(state)
+        block.latents = block.latents + 0.3 * torch.randn(block.latents.shape, generator=self.generator)
+        self.set_block_state(state, block)
+        return components, state
+
+
+def make_modular(*, custom: bool) -> Any:
+    blocks = StableDiffusionXLAutoBlocks()
+    if custom:
+        blocks.sub_blocks.insert("noise", AddNoise(), len(blocks.sub_blocks) - 1)
+    pipe = blocks.init_pipeline()
+    parts = recipes()["stable-diffusion-xl"].make().components
+    pipe.update_components(**{name: part for name, part in parts.items() if part is not None and hasattr(pipe, name)})
+    return pipe
+
+
+@pytest.mark.parametrize("custom", [True, False])
+def test_blocks_of_a_modular_pipeline_run_once(custom: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    images, bars, calls = [], [], []
+    for is_placed in (False, True):
+        pipe = make_modular(custom=custom)
+        if is_placed:
+            anyaccel.place(pipe, "cpu", dtype="float32", memory="phase")
+        capsys.readouterr()
+        images.append(
+            pipe(
+                prompt="a fox", height=16, width=16, num_inference_steps=2, generator=torch.Generator().manual_seed(0),
+                output_type="np", output="images",
+            )
+        )  # fmt: skip
+        bars.append(capsys.readouterr().err.count("2/2"))
+        calls.append(pipe.blocks.sub_blocks["noise"].calls if custom else 0)
+    numpy.testing.assert_array_equal(images[1], images[0])
+    assert calls[0] == calls[1] == custom
+    assert bars[0] == bars[1]

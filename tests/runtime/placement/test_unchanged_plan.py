@@ -32,7 +32,7 @@ def test_a_plan_cannot_be_edited_or_replaced() -> None:
         placement.plan = pipe.plan
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_compilation_and_step_skipping_do_not_change_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_module, "_find_backend", lambda *args, **options: "eager")
     pipe: Any = anyaccel.place(make_small(), "cpu", dtype="float32", compile=True, speed="fast")
@@ -68,7 +68,7 @@ def test_a_retry_in_float32_does_not_change_the_plan() -> None:
     assert reported == in_result
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_running_out_of_memory_does_not_change_the_plan() -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[Any, ...]:
         recipe = recipes()["stable-diffusion"]

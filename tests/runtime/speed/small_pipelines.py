@@ -16,6 +16,7 @@ class Blocks(torch.nn.Module):
     def __init__(self, block: torch.nn.Module) -> None:
         super().__init__()
         self.block = block
+        self.eval()
 
     def forward(self, sample: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.block(sample)

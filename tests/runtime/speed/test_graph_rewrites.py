@@ -97,7 +97,7 @@ def test_fill_diagonal_of_a_slice(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # torch imports it for Inductor
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_a_cast_to_half_precision_rounds(dtype: torch.dtype) -> None:
     def scale(x: torch.Tensor) -> torch.Tensor:
         return (x * 1.0001).to(dtype).type_as(x) * 2

@@ -97,6 +97,19 @@ def test_each_task_has_the_defaults_of_its_pipeline(model: ServedModel) -> None:
     assert (edit.guidance_scale, edit.num_inference_steps) == (7.0, 3)
 
 
+def test_sdxl_supports_edits(tmp_path: Path) -> None:
+    # The default strength of its image-to-image pipeline is 0.3.
+    recipes()["stable-diffusion-xl"].make().save_pretrained(tmp_path)  # type: ignore[attr-defined]
+    settings = make_settings(tmp_path)
+    facts = ServedModel(settings.models[0], settings).facts()
+    assert facts.tasks == ("generate", "edit", "inpaint")
+    assert facts.defaults["edit"]["strength"] == 0.3
+    for steps, strength in ((3, 1.0), (4, 0.3)):
+        edit = EditRequest(prompt="a cat", num_inference_steps=steps)
+        spec = image_request.make_job_spec(edit, "edit", {"tiny": facts}, ServerLimits(), (SIZE, SIZE))
+        assert spec.strength == strength
+
+
 def test_stopping_a_call_does_not_affect_others(model: ServedModel, folder: Path) -> None:
     stop = threading.Event()
 

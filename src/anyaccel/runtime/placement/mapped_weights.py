@@ -59,7 +59,7 @@ def _map_blocks(blocks: list[_Block]) -> None:
         for parameter, value in block.values.items():
             offset = (value.data_ptr() - block.start) // value.itemsize
             mapped = torch.empty(0, dtype=value.dtype, device="cpu")
-            parameter.data = mapped.set_(part, offset, value.shape, value.stride())  # type: ignore[call-overload]
+            parameter.data = mapped.set_(part, offset, value.shape, value.stride())
         _MAPPED.add(part)
 
 

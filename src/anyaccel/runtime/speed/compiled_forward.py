@@ -163,6 +163,8 @@ def remove_compiled_blocks(module: torch.nn.Module) -> list[tuple[torch.nn.Modul
 
 def _is_raised_by_user(error: Exception) -> bool:
     """Return whether an error comes from the user's code, and not from the compiler or compiled code that it calls."""
+    if type(error).__module__.startswith(_COMPILER_MODULES):
+        return False
     is_users = False
     for frame, _ in traceback.walk_tb(error.__traceback__.tb_next if error.__traceback__ else None):
         source = frame.f_globals.get("__name__")

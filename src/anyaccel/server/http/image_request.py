@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -22,8 +22,6 @@ __all__ = ["EditRequest", "ImageRequest", "check_image", "describe_form", "make_
 
 # A random seed of 32 bits is exact in JavaScript, unlike one of 64 bits.
 _SEED_BITS = 32
-# Default of Stable Diffusion's image-to-image pipeline.
-_DEFAULT_STRENGTH = 0.8
 _FORMATS = ("PNG", "JPEG", "WEBP")
 
 
@@ -115,10 +113,11 @@ def make_job_spec(
             raise ApiError(
                 400, "unsupported_parameter", f"{facts.name} does not support the parameter {name}", param=name
             )
+    is_default_strength = values["strength"] is None
     for name, value in facts.defaults[task].items():
         if values[name] is None and name in facts.parameters[task]:
             values[name] = value  # recorded in the job, because the default depends on the model's version
-    _check_strength(values, facts.parameters[task])
+    _check_strength(values, is_default=is_default_strength)
     if request.lora is not None and request.lora not in facts.loras:
         hint = nearest(request.lora, facts.loras) if facts.loras else "this service provides no LoRA"
         raise ApiError(400, "unknown_lora", f"unknown LoRA {request.lora[:60]!r}: {hint}", param="lora")
@@ -139,23 +138,21 @@ def make_job_spec(
     )
 
 
-def _check_strength(values: dict[str, Any], parameters: Sequence[str]) -> None:
+def _check_strength(values: dict[str, Any], *, is_default: bool) -> None:
     """Raise `ApiError` if the requested strength leaves no denoising steps to run.
 
-    If no strength is requested and the default leaves no steps, set the strength in `values` to 1.0.
+    If the pipeline's default leaves no steps, set the strength in `values` to 1.0.
     """
     # Pipelines run `int(steps * strength)` steps and crash at 0: https://github.com/huggingface/diffusers/issues/11092
     steps, strength = values["num_inference_steps"], values["strength"]
-    if "strength" not in parameters or steps is None:
+    if steps is None or strength is None or steps * strength >= 1:
         return
-    if strength is None and steps * _DEFAULT_STRENGTH < 1:
+    if is_default:
         values["strength"] = 1.0
-    elif strength is not None and steps * strength < 1:
-        minimum = math.ceil(1 / strength)
-        message = (
-            f"no denoising step would run with {steps} steps and strength {strength}; use at least {minimum} steps"
-        )
-        raise ApiError(400, "invalid_value", message, param="strength")
+        return
+    minimum = math.ceil(1 / strength)
+    message = f"no denoising step would run with {steps} steps and strength {strength}; use at least {minimum} steps"
+    raise ApiError(400, "invalid_value", message, param="strength")
 
 
 def _find_model(request: ImageRequest, models: Mapping[str, ModelFacts]) -> ModelFacts:

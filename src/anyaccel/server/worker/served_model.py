@@ -6,6 +6,7 @@ import inspect
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from PIL import Image
@@ -95,7 +96,8 @@ class ServedModel:
         )
 
     def _find_defaults(self, pipe: Any) -> dict[str, float | None]:
-        names = ("num_inference_steps", "guidance_scale")
+        names = ["num_inference_steps", "guidance_scale"]
+        names += ["strength"] if "strength" in _parameters(pipe) else []
         return {name: self.defaults.get(name, find_default(pipe, name)) for name in names}
 
     def generate(
@@ -257,6 +259,8 @@ class ServedModel:
                 task=task, model=self.name, prompt=_PROMPTS[0], seeds=(0,), width=width, height=height,
                 num_inference_steps=2,
             )  # fmt: skip
+            if "strength" in _parameters(pipe):  # with the default of SDXL, 0.3, no step would run
+                spec = replace(spec, strength=1.0)
             try:
                 self.generate(spec, 0, inputs, StepObserver(lambda done, total: None))
             except (ValueError, TypeError, AttributeError, RuntimeError) as error:
