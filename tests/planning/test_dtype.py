@@ -45,6 +45,12 @@ def test_loaded_half_precision_is_kept() -> None:
     assert choose_dtype(without_limits(), facts("float16", "bfloat16"), PlacementOptions()).value == "float16"
 
 
+def test_loaded_float64_is_kept() -> None:
+    assert choose_dtype(without_limits(), facts("float64"), PlacementOptions()).value == "float64"
+    assert choose_dtype(real_sheet("cpu"), facts("float64"), PlacementOptions()).value == "float64"
+    assert choose_dtype(real_sheet("mps"), facts("float64"), PlacementOptions()).value == "float32"
+
+
 def test_loaded_float32_becomes_the_best_dtype_of_the_device() -> None:
     assert choose_dtype(without_limits(), facts("float32"), PlacementOptions()).value == "bfloat16"
     assert choose_dtype(NO_BF16, facts("float32"), PlacementOptions()).value == "float16"

@@ -142,7 +142,7 @@ class _MemoryEstimate:
         self.folder, self.target, self.plan, self.options = folder, target, plan, options
         self.traced = PipelineTrace()
         self.full = build_pipeline(
-            folder, "meta", getattr(torch, plan.dtype.value), self.traced.wrap_model, self.traced.wrap_stand_in
+            folder, "meta", getattr(torch, plan.dtype.value), self.traced.wrap_model, self.traced.wrap_replacement
         )
         facts = read_facts(self.full.pipe)
         included = tuple(c for c in facts.components if c.name not in self.traced.not_included)

@@ -28,7 +28,7 @@ def choose_dtype(
     """Return the dtype for the weights.
 
     A requested dtype comes first, then the dtype in which the denoiser was loaded if the components have
-    different dtypes, then the half-precision dtype in which the weights were loaded, then the best dtype
+    different dtypes, then the half-precision dtype or float64 of the weights, then the best dtype
     for the device according to its sheet. If `half_precision_cost` is passed and no dtype is requested or
     kept, it decides instead: it maps each half-precision dtype to its measured run time relative to float32.
     """
@@ -36,10 +36,10 @@ def choose_dtype(
         return _with_replacement(sheet, options.dtype, f"{options.dtype} was requested")
     if _keeps_dtypes(facts, options):
         return _with_replacement(sheet, facts.main_dtype, f"the weights are loaded in {facts.main_dtype}")
-    # The user chose a half precision at load time; float32 is only the default of from_pretrained.
-    loaded_half = facts.denoiser_dtypes & set(HALF_PRECISIONS)
-    if len(loaded_half) == 1 and not half_precision_cost:
-        loaded = next(iter(loaded_half))
+    # The user chose another dtype than float32, which is only the default of from_pretrained.
+    loaded_dtypes = facts.denoiser_dtypes & {*HALF_PRECISIONS, "float64"}
+    if len(loaded_dtypes) == 1 and not half_precision_cost:
+        loaded = next(iter(loaded_dtypes))
         return _with_replacement(sheet, loaded, f"the weights are loaded in {loaded}")
     if half_precision_cost:
         return _choose_by_measurement(half_precision_cost)

@@ -33,14 +33,14 @@ def build_pipeline(
     device: str,
     dtype: torch.dtype,
     finish: Callable[[str, Any], Any] | None = None,
-    stand_in: Callable[[str, Any, Mapping[int, int]], Any] | None = None,
+    replace_encoder: Callable[[str, Any, Mapping[int, int]], Any] | None = None,
 ) -> FullSizePipeline:
     """Build a pipeline with full-size, untrained models from the config files in a model folder.
 
     The models are created on `device`; the `meta` device needs no memory. Tokenizers and processors are
     those of the recipe's tiny pipeline: they have no weights and produce outputs with the same lengths
     as the real ones. `finish(name, model)` is called for each model and returns the model to use.
-    `stand_in(name, tiny, widths)` returns the model to use instead of an encoder without a config file, where
+    `replace_encoder(name, tiny, widths)` returns the model to use instead of an encoder without a config file, where
     `widths` maps widths of the tiny model's output to those of the encoder. Without it, such an encoder is an error.
     """
     import diffusers
@@ -61,7 +61,7 @@ def build_pipeline(
                 components[component.name] = _make_processor(component)
             elif isinstance(tiny_component, torch.nn.Module):
                 missing = MissingConfig(component.name, component.kind, folder.path / component.name)
-                if stand_in is None or not _is_encoder(tiny_component):
+                if replace_encoder is None or not _is_encoder(tiny_component):
                     raise missing.make_error(folder.pipeline)
                 not_included.append(missing)
         elif _is_model(tiny_component, component):
@@ -70,12 +70,14 @@ def build_pipeline(
             components[component.name] = finish(component.name, model) if finish else model
     pipeline_class: Any = getattr(diffusers, folder.pipeline)
     optional = {*read_optional_components(pipeline_class), *folder.absent}
-    not_included += _remove_unlisted(components, set(tiny.components), folder, optional, keep=stand_in is not None)
-    if stand_in is not None:
+    not_included += _remove_unlisted(
+        components, set(tiny.components), folder, optional, keep=replace_encoder is not None
+    )
+    if replace_encoder is not None:
         for missing in not_included:
             encoder: Any = torch.nn.Module.to(components[missing.name], dtype)
             widths = find_output_widths(encoder, tiny.components, components)
-            components[missing.name] = stand_in(missing.name, encoder, widths)
+            components[missing.name] = replace_encoder(missing.name, encoder, widths)
     _extend_tokenizers(components)
     pipe = pipeline_class(**components)
     pipe.set_progress_bar_config(disable=True)

@@ -66,7 +66,7 @@ class PipelineTrace:
         """Make a model on `meta` callable with CPU tensors, and record its calls in this trace."""
         return to_meta_module(model, name, self)
 
-    def wrap_stand_in(self, name: str, tiny: torch.nn.Module, widths: Mapping[int, int]) -> torch.nn.Module:
+    def wrap_replacement(self, name: str, tiny: torch.nn.Module, widths: Mapping[int, int]) -> torch.nn.Module:
         """Return a tiny model that runs instead of a model of unknown size. Its memory is not counted."""
         self.not_included[name] = widths
         return to_meta_module(tiny.to("meta"), name, self)

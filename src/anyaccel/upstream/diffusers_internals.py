@@ -358,7 +358,9 @@ def unpack_latents(pipe: Any, latents: torch.Tensor, height: int, width: int) ->
 def find_slicing_obstacle(vae: Any) -> str:
     """Return why `vae.enable_slicing()` changes images or fails with the config of a VAE; empty if it does neither."""
     # models/autoencoders/autoencoder_kl_ltx.py and autoencoder_kl_ltx2.py
-    config = getattr(vae, "config", None) or {}
+    config = getattr(vae, "config", None)
+    if not isinstance(config, Mapping):  # a model of transformers
+        return ""
     if config.get("timestep_conditioning"):
         return "its slicing does not support timestep_conditioning"
     noisy = [name for name, value in config.items() if name.endswith("inject_noise") and value not in (None, False)]

@@ -270,6 +270,21 @@ def decorator_changes_positional_arguments(session: Session) -> Any:
 
 
 @usage(CALL)
+def negative_defaults_of_a_subclass(session: Session) -> Any:
+    """A subclass in which a width and a number of steps of -1 mean a default."""
+
+    class Pipeline(diffusers.StableDiffusionPipeline):
+        def __call__(self, height: int = 16, width: int = -1, num_inference_steps: int = -1, **kwargs: Any) -> Any:
+            width = height if width < 0 else width
+            steps = 2 if num_inference_steps < 0 else num_inference_steps
+            return super().__call__(height=height, width=width, num_inference_steps=steps, **kwargs)
+
+    pipe = session.place(Pipeline(**session.make(place=False).components))
+    pipe.set_progress_bar_config(disable=True)
+    return session.run(pipe, width=-1, num_inference_steps=-1)
+
+
+@usage(CALL)
 def output_with_slots(session: Session) -> Any:
     """A subclass whose output has `to_tuple` and cannot have new attributes."""
 

@@ -286,7 +286,7 @@ class Table(torch.nn.Module):
         self.layer, self.table = layer, torch.linspace(0, 1, 4)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.table = fn(self.table)
         return self
 

@@ -9,16 +9,11 @@ from typing import Any
 from unittest import mock
 
 import diffusers
+import diffusers.modular_pipelines
 import numpy
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
-from diffusers.modular_pipelines import (
-    InputParam,
-    ModularPipelineBlocks,
-    OutputParam,
-    StableDiffusionXLAutoBlocks,
-)
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -250,7 +245,10 @@ def test_a_call_that_fits_easily_is_not_searched(monkeypatch: pytest.MonkeyPatch
     search.assert_not_called()
 
 
-class AddNoise(ModularPipelineBlocks):  # type: ignore[misc]
+MODULAR: Any = diffusers.modular_pipelines
+
+
+class AddNoise(MODULAR.ModularPipelineBlocks):  # type: ignore[misc]
     """A block of the user that draws from a generator of its own."""
 
     model_name = "stable-diffusion-xl"
@@ -261,12 +259,12 @@ class AddNoise(ModularPipelineBlocks):  # type: ignore[misc]
         self.generator, self.calls = torch.Generator().manual_seed(5), 0
 
     @property
-    def inputs(self) -> list[InputParam]:
-        return [InputParam("latents")]
+    def inputs(self) -> list[Any]:
+        return [MODULAR.InputParam("latents")]
 
     @property
-    def intermediate_outputs(self) -> list[OutputParam]:
-        return [OutputParam("latents")]
+    def intermediate_outputs(self) -> list[Any]:
+        return [MODULAR.OutputParam("latents")]
 
     def __call__(self, components: Any, state: Any) -> Any:
         self.calls += 1
@@ -277,11 +275,12 @@ class AddNoise(ModularPipelineBlocks):  # type: ignore[misc]
 
 
 def make_modular(*, custom: bool) -> Any:
-    blocks = StableDiffusionXLAutoBlocks()
+    blocks = MODULAR.StableDiffusionXLAutoBlocks()
     if custom:
         blocks.sub_blocks.insert("noise", AddNoise(), len(blocks.sub_blocks) - 1)
     pipe = blocks.init_pipeline()
-    parts = recipes()["stable-diffusion-xl"].make().components
+    source: Any = recipes()["stable-diffusion-xl"].make()
+    parts = source.components
     pipe.update_components(**{name: part for name, part in parts.items() if part is not None and hasattr(pipe, name)})
     return pipe
 

@@ -22,6 +22,7 @@ class RequestNoise:
         # With seeds, no draw of the pipeline uses another generator.
         if not request.seeds:
             self.states.append((torch.default_generator, torch.default_generator.get_state()))
+        self._has_run = False
 
     def rewind(self) -> None:
         """Reset all generators to their states at the start of the request."""
@@ -29,8 +30,10 @@ class RequestNoise:
             generator.set_state(state)
 
     def start(self, request: CallRequest) -> tuple[CallRequest, NoiseSource]:
-        """Reset the generators, and return a request with generators for its seeds, and its noise source."""
-        self.rewind()
+        """Return a request with generators for its seeds, and its noise source; reset the generators before a rerun."""
+        if self._has_run:  # not before the first run: other threads may draw from the default generator
+            self.rewind()
+        self._has_run = True
         if not request.seeds:
             return request, NoiseSource()
         generators = make_generators(request.seeds)

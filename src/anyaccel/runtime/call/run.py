@@ -87,7 +87,7 @@ def _remove_seed(call: Call, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _run_request(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     request = read_call_request(pipe, call, args, kwargs)
-    validate_call(placement, request)
+    validate_call(pipe, placement, request)
     place_new_models(pipe, placement)
     split = placement.plan.parallel.value
     if split is not None:

@@ -12,6 +12,7 @@ from anyaccel.errors import DeviceUnavailableError, UsageError, find_similar
 from anyaccel.runtime.call_request import CallRequest
 from anyaccel.runtime.introspection import plain_class
 from anyaccel.runtime.keyword_use import find_unused_keywords, list_parameters
+from anyaccel.runtime.library_code import is_library_code
 from anyaccel.runtime.placement_state import Placement
 from anyaccel.upstream.diffusers_hooks import list_calls
 
@@ -21,15 +22,16 @@ __all__ = ["find_size_multiple", "reject_unused_seed", "validate_call", "warn_un
 _STACK_LEVEL = 4
 
 
-def validate_call(placement: Placement, request: CallRequest) -> None:
+def validate_call(pipe: Any, placement: Placement, request: CallRequest) -> None:
     """Raise an `AnyaccelError` if the device is unavailable or the request's arguments are invalid."""
     if not is_available(placement.plan.device):
         raise DeviceUnavailableError(
             f"{placement.plan.device} is no longer available",
             hint='move the pipeline to an available device with pipe.to("auto")',
         )
-    _validate_steps(request)
-    _check_size(request)
+    if is_library_code(plain_class(pipe).__call__):  # in one of the user, -1 may mean a default
+        _validate_steps(request)
+        _check_size(request)
 
 
 def _validate_steps(request: CallRequest) -> None:
