@@ -44,11 +44,7 @@ from anyaccel.runtime.speed.compile import compile_components
 from anyaccel.runtime.speed.quantize import check_not_quantized
 from anyaccel.runtime.vendor_method_aliases import VendorAliases
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
-from anyaccel.upstream.diffusers_hooks import (
-    PipelineHooks,
-    install_pipeline_hooks,
-    is_created_by_pipeline,
-)
+from anyaccel.upstream.diffusers_hooks import PipelineHooks, install_pipeline_hooks, is_created_by_pipeline
 from anyaccel.upstream.diffusers_internals import has_custom_processors
 from anyaccel.upstream.torch_compile_internals import unwrap_compiled
 
@@ -164,8 +160,7 @@ class Portable(VendorAliases):
         """Run one step at each (height, width) to compile models in advance: `warmup([(512, 512)])`.
 
         Additional arguments are passed to the pipeline call. Pass those that change tensor shapes, such as
-        `num_images_per_prompt`. Schedulers and random state are restored, so a warmup does not change later
-        images.
+        `num_images_per_prompt`. Schedulers and random states are restored.
         """
         warm_up(self, shapes, arguments)
 
@@ -213,10 +208,10 @@ class Portable(VendorAliases):
         """Return a deep copy of the pipeline; a copy of an offloaded pipeline is placed on the same device."""
         placement = find_placement(self)
         offloaded = placement is not None and placement.residence in ("phase", "layer")
-        # Offload hooks cannot be deep-copied (docs/decisions/0006), so they are removed while the copy is made.
         with weights_on_cpu(self):
-            copied = memo[id(self)] = _create(self._plain_class)  # before its attributes: one may refer to the pipeline
-            copied.__setstate__(copy.deepcopy(forget_placement(vars(self)), memo))
+            # Registered before its attributes are copied, because one of them may refer to the pipeline.
+            copied = memo[id(self)] = _create(self._plain_class)
+            copied.__setstate__(copy.deepcopy(self._read_state(), memo))
         return copied.to(placement.opened.torch_device) if placement is not None and offloaded else copied
 
     def __copy__(self) -> Any:
@@ -228,14 +223,17 @@ class Portable(VendorAliases):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The portable class is created at run time and cannot be imported, so the diffusers class is pickled.
+        return _create, (self._plain_class,), self._read_state()
+
+    def _read_state(self) -> dict[str, Any]:
         placement = find_placement(self)  # a deferred placement has the options
         if placement is not None and not placement.running:
-            remove_offload_hooks(self, placement)  # they cannot be pickled
-        return _create, (self._plain_class,), forget_placement(vars(self))
+            remove_offload_hooks(self, placement)  # they cannot be copied (docs/decisions/0006)
+        return forget_placement(vars(self))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        _defer_to_components(self, self.components)  # type: ignore[attr-defined]
+        _inherit_from_components(self, self.components, is_copy=True)  # type: ignore[attr-defined]
 
 
 def _create(kind: Any) -> Any:
@@ -291,14 +289,10 @@ def portable_class(kind: Any) -> type:
     return type.__new__(type(kind), kind.__name__, (first, kind), content)  # type: ignore[no-any-return]
 
 
-def _inherit_from_components(pipe: Any, components: dict[str, Any]) -> None:
+def _inherit_from_components(pipe: Any, components: dict[str, Any], *, is_copy: bool = False) -> None:
     """Make a new pipeline portable if one of its components was placed as part of another pipeline."""
-    if not isinstance(pipe, Portable):
-        _defer_to_components(pipe, components)
-
-
-def _defer_to_components(pipe: Any, components: dict[str, Any]) -> None:
-    if not any(find_placed_model(unwrap_compiled(component)) for component in components.values()):
+    is_done = isinstance(pipe, Portable) and not is_copy
+    if is_done or not any(find_placed_model(unwrap_compiled(component)) for component in components.values()):
         return
     if not is_created_by_pipeline(pipe):  # the parts of a combined pipeline run inside its calls
         # The pipeline's `__init__` is still running, so the plan is made later.

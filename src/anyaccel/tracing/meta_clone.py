@@ -11,7 +11,7 @@ import torch
 from anyaccel.forward_overrides import OVERRIDES_KEY
 from anyaccel.tracing.meta_module import MetaRunner, to_meta_module
 from anyaccel.upstream.accelerate_internals import HOOK_ATTRIBUTES
-from anyaccel.upstream.diffusers_internals import HOOK_ATTRIBUTE, PIPELINE_HOOKS
+from anyaccel.upstream.diffusers_internals import BLOCKS_ATTRIBUTE, HOOK_ATTRIBUTE, PIPELINE_HOOKS
 from anyaccel.upstream.torch_compile_internals import unwrap_compiled
 from anyaccel.upstream.torch_internals import MODULE_HOOKS
 from anyaccel.upstream.transformers_internals import OUTPUT_HOOKS_ATTRIBUTE
@@ -46,8 +46,8 @@ def _clone(pipe: Any, kind: Any, runner: MetaRunner, copies: dict[int, Any]) -> 
     for name, value in vars(pipe).items():  # combined pipelines call other pipelines with the same components
         if isinstance(value, DiffusionPipeline):
             vars(clone)[name] = _clone(value, type(value), runner, copies)
-    if "_blocks" in vars(clone):  # of a modular pipeline
-        vars(clone)["_blocks"] = copy.deepcopy(vars(clone)["_blocks"])
+    if BLOCKS_ATTRIBUTE in vars(clone):
+        vars(clone)[BLOCKS_ATTRIBUTE] = copy.deepcopy(vars(clone)[BLOCKS_ATTRIBUTE])
         _disable_progress_bars(clone.blocks)
     vars(clone)[PIPELINE_HOOKS] = []
     clone.set_progress_bar_config(disable=True)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ATTENTION_LIBRARIES",
+    "BLOCKS_ATTRIBUTE",
     "COMPONENTS_BAR",
     "GROUP_OFFLOADING",
     "HOOK_ATTRIBUTE",
@@ -58,6 +59,8 @@ __all__ = [
     "use_progress_bars",
 ]
 
+# Attribute of a modular pipeline that contains its blocks (modular_pipelines/modular_pipeline.py).
+BLOCKS_ATTRIBUTE = "_blocks"
 # Calls with which pipelines change their models.
 _MODEL_CHANGE = re.compile(
     r"\bset_attn_processor\(|_set_pag_attn_processor\(|\bregister_forward_hook\(|\benable_fuser\(|_set_ar_attention\("

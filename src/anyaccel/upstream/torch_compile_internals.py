@@ -14,6 +14,7 @@ import torch
 
 __all__ = [
     "CACHE_LOGGER",
+    "COMPILER_MODULES",
     "GRAPH_BREAK_LOGGER",
     "draw_like_eager",
     "find_compiled_call",
@@ -43,6 +44,8 @@ __all__ = [
 # `torch.compiler.is_compiling()`, also in a function that Dynamo cannot trace and runs as it is. A Python function that
 # calls this one would be compiled.
 find_dynamo_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+# Packages of the compiler.
+COMPILER_MODULES = ("torch._dynamo", "torch._functorch", "torch._inductor", "triton")
 # Logger for graph breaks, which Dynamo reports nowhere else (_dynamo/symbolic_convert.py).
 GRAPH_BREAK_LOGGER = "torch._dynamo.symbolic_convert.__graph_breaks"
 # Logger for artifacts that `torch.compiler.load_cache_artifacts` cannot read (compiler/_cache.py).

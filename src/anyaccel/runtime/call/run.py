@@ -24,9 +24,10 @@ from anyaccel.runtime.call.validation import validate_call, warn_unused_argument
 from anyaccel.runtime.call_request import CallRequest, read_call_request
 from anyaccel.runtime.distributed.parallel import run_split, share_noise
 from anyaccel.runtime.introspection import find_components
+from anyaccel.runtime.placement.float32_weights import read_float32_weights, restore_float32_weights
 from anyaccel.runtime.placement.inherit import follow_models
 from anyaccel.runtime.placement.oom_retry import run_within_memory, weights_on_cpu
-from anyaccel.runtime.placement.place import place_in_smaller_dtype, place_new_models, restore_float32_modules
+from anyaccel.runtime.placement.place import place_in_smaller_dtype, place_new_models
 from anyaccel.runtime.placement.row_split import split_rows
 from anyaccel.runtime.placement_state import Placement, find_placement
 from anyaccel.runtime.speed.apply_speedups import apply_speedups
@@ -320,9 +321,10 @@ class _CallRun:
         Offloaded weights are moved to the CPU, cast there and offloaded again.
         """
         with weights_on_cpu(self.pipe), drop_log_records(*FLOAT32_ADVICE):
+            kept = read_float32_weights(self.pipe, self.placement.plan)
             component.to(dtype)
             if inputs is None:
-                restore_float32_modules(self.pipe, self.placement.plan)
+                restore_float32_weights(self.pipe, self.placement.plan, kept)
         for adapter in find_input_adapters(component):
             adapter.cast_to = inputs
 

@@ -35,6 +35,7 @@ from anyaccel.runtime.distributed.parallel import (
     split_models,
 )
 from anyaccel.runtime.introspection import find_components, find_models, read_dtype, read_facts
+from anyaccel.runtime.placement.float32_weights import read_float32_weights, restore_float32_weights
 from anyaccel.runtime.placement.group_offload import is_streamed
 from anyaccel.runtime.placement.memory_plan import list_pipeline_residences, plan_weights
 from anyaccel.runtime.placement.offload import move_to_cpu
@@ -51,7 +52,6 @@ from anyaccel.runtime.speed.apply_speedups import remove_speedups
 from anyaccel.runtime.speed.quantize import check_not_quantized
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 from anyaccel.runtime.workarounds.model_inputs import drop_stale_casts, set_input_adapters
-from anyaccel.upstream import diffusers_internals, transformers_internals
 from anyaccel.upstream.torch_internals import allow_half_precision_attention
 
 __all__ = [
@@ -62,7 +62,6 @@ __all__ = [
     "plan_pipeline",
     "replan",
     "resolve_device",
-    "restore_float32_modules",
 ]
 
 Device = str | int | torch.device | OpenDevice
@@ -171,9 +170,9 @@ def place_pipeline(
         placement.vae_in_parts = before is not None and before.vae_in_parts
         with _dropping_placement_on_error(pipe):
             if offloaded is not None:
-                _cast(pipe, placement, target, move)
+                _cast(pipe, placement, target, move, requested="dtype" in dtypes)
             else:
-                _move(pipe, placement, move)
+                _move(pipe, placement, move, requested="dtype" in dtypes)
     except DoesNotFitError as error:
         smaller = None if offloaded else find_smaller_dtype(opened.sheet, plan.dtype.value, options)
         if smaller is None:
@@ -262,14 +261,15 @@ def _plan_weights(pipe: Any, draft: Placement, offloaded: Residence | None) -> P
     return placement
 
 
-def _move(pipe: Any, placement: Placement, move: Any) -> None:
+def _move(pipe: Any, placement: Placement, move: Any, *, requested: bool) -> None:
     """Move the weights as the planned memory mode requires; if memory runs out, try the next mode."""
     planned = placement.weights_rule.value.residence
     residences = list_pipeline_residences(pipe, placement)
     for residence in residences[residences.index(planned) :] if planned in residences else (planned,):
         message = ""
         try:
-            _cast(pipe, placement, placement.device if residence == "resident" else torch.device("cpu"), move)
+            target = placement.device if residence == "resident" else torch.device("cpu")
+            _cast(pipe, placement, target, move, requested=requested)
             placement.residence = "resident"
             if residence != "resident":
                 move_weights(pipe, placement, residence)
@@ -292,9 +292,12 @@ def _move(pipe: Any, placement: Placement, move: Any) -> None:
         placement.weights_rule = placement.report.memory = Decision(MemoryRule(following[0]), reason)
 
 
-def _cast(pipe: Any, placement: Placement, target: torch.device, move: Any) -> None:
-    """Move a pipeline and cast its models to the planned dtypes."""
+def _cast(pipe: Any, placement: Placement, target: torch.device, move: Any, *, requested: bool) -> None:
+    """Move a pipeline and cast its models to the planned dtypes; `requested` means that the user passed a dtype."""
     plan = placement.plan
+    # Not if all models have the dtype: `to(dtype)` would also cast buffers that `from_pretrained` leaves in float32.
+    casts = requested or any(read_dtype(model) != plan.dtype.value for model in find_models(pipe).values())
+    kept = read_float32_weights(pipe, plan)
     with torch.no_grad(), make_pipeline_function_mode(plan, placement.device), drop_log_records(*FLOAT32_ADVICE):
         dtype = getattr(torch, plan.dtype.value)
         exceptions = dict(plan.component_dtypes.value)
@@ -302,14 +305,14 @@ def _cast(pipe: Any, placement: Placement, target: torch.device, move: Any) -> N
             # Before the move: a rank's device may have no memory for the whole model.
             _cast_denoisers(pipe, plan, dtype)
             split_models(pipe, placement)
-        move(target, None if exceptions else dtype)
+        move(target, dtype if casts and not exceptions else None)
         for name, component in find_models(pipe).items() if exceptions else ():
             wanted = getattr(torch, exceptions[name]) if name in exceptions else dtype
             # Some modules of a model that keeps its dtype may have another one. Quantized weights are never cast.
             floating = (weight.dtype for weight in component.parameters() if weight.is_floating_point())
             if name not in exceptions or (wanted.is_floating_point and next(floating, wanted) != wanted):
                 component.to(wanted)
-        restore_float32_modules(pipe, plan)
+        restore_float32_weights(pipe, plan, kept)
         if plan.parallel.value is not None:
             split_models(pipe, placement)
 
@@ -409,20 +412,3 @@ def _apply_process_settings(plan: Plan, opened: OpenDevice) -> None:
         allow_half_precision_attention()
     if plan.capture.value:
         opened.driver.recorder(opened.index)  # imports the vendor's graph module now instead of in the first call
-
-
-def restore_float32_modules(pipe: Any, plan: Plan) -> None:
-    """Cast modules that must stay in float32, as listed in `_keep_in_fp32_modules`, back to float32."""
-    # `from_pretrained` respects `_keep_in_fp32_modules`, but `to(dtype)` casts these modules too.
-    if plan.dtype.value == "float32":
-        return
-    for component in find_components(pipe).values():
-        if not isinstance(component, torch.nn.Module):
-            continue
-        if transformers_internals.is_transformers_model(component):
-            names = transformers_internals.read_float32_modules(component, plan.dtype.value)
-        else:
-            names = diffusers_internals.read_float32_modules(component)
-        for path, module in component.named_modules() if names else ():
-            if any(name in path.split(".") for name in names):
-                module.to(torch.float32)

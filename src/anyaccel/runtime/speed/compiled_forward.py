@@ -23,6 +23,8 @@ from anyaccel.runtime.library_code import is_library
 from anyaccel.runtime.speed.module_fingerprint import LayerHooks, PatchedCode, is_in_training
 from anyaccel.runtime.workarounds.function_modes import has_foreign_modes
 from anyaccel.upstream.torch_compile_internals import (
+    COMPILER_MODULES,
+    is_compiler_error,
     remove_compiled_call,
     remove_damaged_library,
     restore_compiled_call,
@@ -36,7 +38,6 @@ __all__ = ["CompiledForward", "compile_blocks", "compile_forward", "find_compile
 
 _LOG = logging.getLogger("anyaccel")
 Forward = Callable[..., Any]
-_COMPILER_MODULES = ("torch._dynamo", "torch._functorch", "torch._inductor", "triton")
 
 
 class CompiledForward:
@@ -163,12 +164,12 @@ def remove_compiled_blocks(module: torch.nn.Module) -> list[tuple[torch.nn.Modul
 
 def _is_raised_by_user(error: Exception) -> bool:
     """Return whether an error comes from the user's code, and not from the compiler or compiled code that it calls."""
-    if type(error).__module__.startswith(_COMPILER_MODULES):
+    if is_compiler_error(error):
         return False
     is_users = False
     for frame, _ in traceback.walk_tb(error.__traceback__.tb_next if error.__traceback__ else None):
         source = frame.f_globals.get("__name__")
-        if source is None or source.startswith(_COMPILER_MODULES):  # generated code has no name
+        if source is None or source.startswith(COMPILER_MODULES):  # generated code has no name
             is_users = False
         elif not is_library(source):
             is_users = True
