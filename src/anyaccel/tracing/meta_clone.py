@@ -47,8 +47,8 @@ def _clone(pipe: Any, kind: Any, runner: MetaRunner, copies: dict[int, Any]) -> 
         if isinstance(value, DiffusionPipeline):
             vars(clone)[name] = _clone(value, type(value), runner, copies)
     if BLOCKS_ATTRIBUTE in vars(clone):
-        vars(clone)[BLOCKS_ATTRIBUTE] = copy.deepcopy(vars(clone)[BLOCKS_ATTRIBUTE])
-        _disable_progress_bars(clone.blocks)
+        blocks = vars(clone)[BLOCKS_ATTRIBUTE] = copy.deepcopy(vars(clone)[BLOCKS_ATTRIBUTE])
+        _disable_progress_bars(blocks)
     vars(clone)[PIPELINE_HOOKS] = []
     clone.set_progress_bar_config(disable=True)
     return clone

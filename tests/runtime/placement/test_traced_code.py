@@ -299,8 +299,8 @@ def test_blocks_of_a_modular_pipeline_run_once(custom: bool, capsys: pytest.Capt
                 output_type="np", output="images",
             )
         )  # fmt: skip
-        bars.append(capsys.readouterr().err.count("2/2"))
+        bars.append(capsys.readouterr().err.count("0/2"))  # tqdm shows the other counts once or twice
         calls.append(pipe.blocks.sub_blocks["noise"].calls if custom else 0)
     numpy.testing.assert_array_equal(images[1], images[0])
     assert calls[0] == calls[1] == custom
-    assert bars[0] == bars[1]
+    assert bars == [1, 1]
