@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -62,7 +62,12 @@ def drop_log_records(logger: str, text: str = "") -> Iterator[None]:
 @functools.cache
 def drop_log_records_always(logger: str, start: str) -> None:
     """Permanently drop a logger's records that begin with `start`; repeated calls have no effect."""
-    logging.getLogger(logger).addFilter(lambda record: not record.getMessage().startswith(start))
+    logging.getLogger(logger).addFilter(_make_filter(start))
+
+
+@functools.cache  # a logger does not add the same filter twice
+def _make_filter(start: str) -> Callable[[logging.LogRecord], bool]:
+    return lambda record: not record.getMessage().startswith(start)
 
 
 def log_errors_only(library: str) -> None:

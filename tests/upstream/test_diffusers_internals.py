@@ -50,10 +50,12 @@ def capture_logs(name: str) -> Iterator[list[str]]:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger(name)
     logger.addHandler(handler)
+    filters, logger.filters = logger.filters, []  # those of earlier tests
     try:
         yield messages
     finally:
         logger.removeHandler(handler)
+        logger.filters = filters
 
 
 def source_of_call(name: str) -> str:
