@@ -232,9 +232,10 @@ def scale_of_an_attention_layer(pipe: Any) -> Iterator[None]:
 
 @case(recipe="flux", visible=False, drops=True)
 def attention_backend_set(pipe: Any) -> Iterator[None]:
-    pipe.transformer.set_attention_backend("_native_math")
-    yield
-    pipe.transformer.reset_attention_backend()
+    with diffusers.attention_backend("native"):  # restored at the end: set_attention_backend also sets it globally
+        pipe.transformer.set_attention_backend("_native_math")
+        yield
+        pipe.transformer.reset_attention_backend()
 
 
 @case(recipe="flux", visible=False, drops=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from anyaccel.backends.sheet import Sheet
 from anyaccel.planning import ComponentFacts, PipelineFacts, PlacementOptions
 from anyaccel.planning.decision import Decision
@@ -62,19 +60,15 @@ def test_loaded_float32_becomes_the_best_dtype_of_the_device() -> None:
     assert choose_dtype(conditional, facts(), PlacementOptions()).value == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("cost", "expected"),
-    [
-        ({"float16": 5.0, "bfloat16": 0.5}, "bfloat16"),
-        ({"float16": 0.79, "bfloat16": 2.0}, "float16"),
-        ({"float16": 0.81, "bfloat16": 0.9}, "float32"),
-    ],
-)
-def test_measured_cost_decides_on_the_cpu(cost: dict[str, float], expected: str) -> None:
-    chosen = choose_dtype(without_limits(), facts("float16"), PlacementOptions(), cost)
-    assert chosen.value == expected
-    assert "measured on this CPU" in chosen.reason
-    assert choose_dtype(without_limits(), facts(), PlacementOptions(dtype="float16"), cost).value == "float16"
+def test_nothing_is_cast_on_the_cpu() -> None:
+    cpu = real_sheet("cpu")
+    for dtype in ("float16", "bfloat16", "float64", "float32"):
+        assert choose_dtype(cpu, facts(dtype), PlacementOptions()).value == dtype
+    loaded = facts("float32", encoder="bfloat16")
+    assert choose_dtype(cpu, loaded, PlacementOptions()).value == "float32"
+    assert component_dtypes(loaded, "float32", sheet=cpu).value == (("text_encoder", "bfloat16"),)
+    assert choose_dtype(cpu, loaded, PlacementOptions(dtype="float16")).value == "float16"
+    assert choose_dtype(cpu, PipelineFacts(pipeline=""), PlacementOptions()).value == "float32"
 
 
 def component_dtypes(
@@ -98,11 +92,8 @@ def test_components_that_keep_their_own_dtype() -> None:
 def test_a_dtype_per_component_is_kept_on_every_device() -> None:
     loaded, keep = facts("float32", encoder="bfloat16"), PlacementOptions(keep_dtypes=True)
     assert component_dtypes(loaded, "bfloat16").value == (), "transformers chose the dtype of the encoder"
-    for cost in (None, {"float16": 0.1, "bfloat16": 0.1}):
-        assert choose_dtype(without_limits(), loaded, keep, cost).value == "float32"
-        assert choose_dtype(without_limits(), facts("bfloat16", encoder="float32"), PlacementOptions(), cost).value == (
-            "bfloat16"
-        )
+    assert choose_dtype(without_limits(), loaded, keep).value == "float32"
+    assert choose_dtype(without_limits(), facts("bfloat16", encoder="float32"), PlacementOptions()).value == "bfloat16"
     assert component_dtypes(loaded, "float32", keep).value == (("text_encoder", "bfloat16"),)
     replaced = component_dtypes(loaded, "float32", keep, NO_BF16)
     assert replaced.value == (("text_encoder", "float16"),)

@@ -11,7 +11,10 @@ import time
 
 from anyaccel.storage.cache_dir import read_fact, store_fact
 
-__all__ = ["measure_half_precision"]
+__all__ = ["SLOWDOWN_LIMIT", "measure_half_precision"]
+
+# Users are warned about a half-precision dtype that takes more than this many times as long as float32.
+SLOWDOWN_LIMIT = 4
 
 _SIZE = 256
 _ROUNDS = 3

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.cpu_half_precision_speed import measure_half_precision
 from anyaccel.backends.device_functions import dtype_name
 from anyaccel.backends.registry import load_registry
 from anyaccel.call_limits import check_batch, check_frames, check_multiple, check_side
@@ -116,14 +115,12 @@ def _plan_without_size(folder: ModelFolder, target: DeviceTarget, options: Place
         for component in folder.components
         if component.config is not None
     )
-    on_cpu = target.sheet.is_host
     return make_plan(
         target.sheet,
         PipelineFacts(pipeline=folder.pipeline, components=components),
         replace(options, parallel=None),  # decided once the models are built, because it depends on them
         device=target.name,
         virtual=target.virtual,
-        half_precision_cost=measure_half_precision() if on_cpu and options.dtype is None else None,
         environment=os.environ,
     )
 

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from anyaccel.backends.cpu_half_precision_speed import measure_half_precision
+from anyaccel.backends.cpu_half_precision_speed import SLOWDOWN_LIMIT, measure_half_precision
 from anyaccel.backends.device import OpenDevice, find_device
 from anyaccel.generation.model_name import ResolvedModel, find_revision
 from anyaccel.planning.decision import Decision
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LOCK", "LoadedModel", "load_model", "load_uncached", "release_model"]
 
-# Slowdown relative to float32 above which a virtual device uses float32 instead of half precision.
-_SLOWDOWN_LIMIT = 4
 # Held while the cached model is replaced or generates images.
 LOCK = threading.RLock()
 
@@ -104,7 +102,7 @@ def _choose_virtual_dtype(opened: OpenDevice, dtype: str | None) -> Decision[str
         return None
     preferred = choose_dtype(opened.sheet, PipelineFacts(pipeline=""), PlacementOptions()).value
     slowdown = measure_half_precision().get(preferred, 1.0)
-    if slowdown <= _SLOWDOWN_LIMIT:
+    if slowdown <= SLOWDOWN_LIMIT:
         return None
     reason = f"a virtual device runs on the CPU, where {preferred} takes {slowdown:.0f} times as long as float32"
     return Decision("float32", reason)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit
 from anyaccel.backends.sheet import Sheet
 from anyaccel.planning.decision import Decision, cite
@@ -13,36 +11,26 @@ from anyaccel.planning.options import FLOATING_BYTES, PlacementOptions
 __all__ = ["HALF_PRECISIONS", "choose_component_dtypes", "choose_dtype", "choose_replacements", "find_smaller_dtype"]
 
 HALF_PRECISIONS = ("float16", "bfloat16")
-# Half precision is used if it takes at most this share of the time of float32.
-WORTH_HALF = 0.8
 # Dtypes that pipelines create internally and that some devices lack.
 _MAY_BE_MISSING = ("float64", "int64", "complex128", "complex64")
 
 
-def choose_dtype(
-    sheet: Sheet,
-    facts: PipelineFacts,
-    options: PlacementOptions,
-    half_precision_cost: Mapping[str, float] | None = None,
-) -> Decision[str]:
+def choose_dtype(sheet: Sheet, facts: PipelineFacts, options: PlacementOptions) -> Decision[str]:
     """Return the dtype for the weights.
 
     A requested dtype comes first, then the dtype in which the denoiser was loaded if the components have
     different dtypes, then the half-precision dtype or float64 of the weights, then the best dtype
-    for the device according to its sheet. If `half_precision_cost` is passed and no dtype is requested or
-    kept, it decides instead: it maps each half-precision dtype to its measured run time relative to float32.
+    for the device according to its sheet.
     """
     if options.dtype is not None:
         return _with_replacement(sheet, options.dtype, f"{options.dtype} was requested")
-    if _keeps_dtypes(facts, options):
+    if _keeps_dtypes(sheet, facts, options):
         return _with_replacement(sheet, facts.main_dtype, f"the weights are loaded in {facts.main_dtype}")
     # The user chose another dtype than float32, which is only the default of from_pretrained.
     loaded_dtypes = facts.denoiser_dtypes & {*HALF_PRECISIONS, "float64"}
-    if len(loaded_dtypes) == 1 and not half_precision_cost:
+    if len(loaded_dtypes) == 1:
         loaded = next(iter(loaded_dtypes))
         return _with_replacement(sheet, loaded, f"the weights are loaded in {loaded}")
-    if half_precision_cost:
-        return _choose_by_measurement(half_precision_cost)
     for name in sheet.default_dtypes.order:
         if not _is_rejected(sheet, name):
             return Decision(name, cite(sheet.default_dtypes))
@@ -59,14 +47,6 @@ def find_smaller_dtype(sheet: Sheet, chosen: str, options: PlacementOptions) -> 
     if allowed is None or _is_rejected(sheet, allowed) or FLOATING_BYTES[allowed] >= FLOATING_BYTES.get(chosen, 2):
         return None
     return allowed
-
-
-def _choose_by_measurement(cost: Mapping[str, float]) -> Decision[str]:
-    best = min(cost, key=lambda name: cost[name])
-    figures = ", ".join(f"{name} takes {share:.2g} times as long as float32" for name, share in sorted(cost.items()))
-    if cost[best] <= WORTH_HALF:
-        return Decision(best, f"measured on this CPU: {figures}")
-    return Decision("float32", f"measured on this CPU: {figures}; the speedup from half precision is too small")
 
 
 def _is_rejected(sheet: Sheet, name: str) -> bool:
@@ -87,9 +67,14 @@ def _fails(limit: OperationLimit) -> bool:
     return not limit.conditional and limit.effect in ("error", "wrong")
 
 
-def _keeps_dtypes(facts: PipelineFacts, options: PlacementOptions) -> bool:
-    """Return whether the components keep the different dtypes in which they were loaded."""
-    return options.dtype is None and (options.keep_dtypes or facts.has_mixed_dtypes)
+def _keeps_dtypes(sheet: Sheet, facts: PipelineFacts, options: PlacementOptions) -> bool:
+    """Return whether the components keep the dtypes in which they were loaded."""
+    return options.dtype is None and (_keeps_all_dtypes(sheet, options) or facts.has_mixed_dtypes)
+
+
+def _keeps_all_dtypes(sheet: Sheet, options: PlacementOptions) -> bool:
+    # Stock diffusers does not cast either, and a pipeline that is placed on the CPU must give the same result.
+    return options.keep_dtypes or sheet.is_host
 
 
 def choose_component_dtypes(
@@ -104,9 +89,9 @@ def choose_component_dtypes(
     kept = [
         component
         for component in facts.components
-        if _keeps_dtypes(facts, options)
+        if _keeps_dtypes(sheet, facts, options)
         and component.name not in quantized
-        and (options.keep_dtypes or component.dtype == "float32" or not component.has_own_dtype)
+        and (_keeps_all_dtypes(sheet, options) or component.dtype == "float32" or not component.has_own_dtype)
     ]
     dtypes = {component.name: sheet.adjusted_dtype(component.dtype) for component in kept}
     others = {name: dtype for name, dtype in dtypes.items() if dtype != chosen}

@@ -117,7 +117,6 @@ def make_plan(
     *,
     device: str,
     virtual: bool = False,
-    half_precision_cost: Mapping[str, float] | None = None,
     dtype: Decision[str] | None = None,
     environment: Mapping[str, str] | None = None,
     ranks: Ranks | None = None,
@@ -127,7 +126,7 @@ def make_plan(
     `dtype` overrides the dtype decision, for callers that choose a dtype before loading the weights.
     """
     # Attention limits in bytes depend on the dtype, and workarounds on both: keep this order.
-    dtype = dtype or choose_dtype(sheet, facts, options, half_precision_cost)
+    dtype = dtype or choose_dtype(sheet, facts, options)
     replacements = choose_replacements(sheet)
     attention = choose_attention(sheet, options, FLOATING_BYTES.get(dtype.value, 2))
     workarounds = choose_workarounds(sheet, replacements.value, attention.value)

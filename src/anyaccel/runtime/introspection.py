@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from typing import Any
 
 import torch
@@ -60,9 +61,13 @@ def read_facts(pipe: Any) -> PipelineFacts:
 
 
 def read_dtype(model: torch.nn.Module) -> str:
-    """Return the dtype of a model's first floating-point weight; `float32` if it has none."""
-    floating = next((weight for weight in model.parameters() if weight.is_floating_point()), None)
-    return "float32" if floating is None else str(floating.dtype).removeprefix("torch.")
+    """Return the dtype of most of a model's floating-point weights; `float32` if it has none."""
+    # Some models keep a few weights in float32, such as Wan's `scale_shift_table`, which is also its first parameter.
+    sizes = Counter[torch.dtype]()
+    for weight in model.parameters():
+        if weight.is_floating_point():
+            sizes[weight.dtype] += weight.numel()
+    return str(sizes.most_common(1)[0][0]).removeprefix("torch.") if sizes else "float32"
 
 
 def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> ComponentFacts:

@@ -53,15 +53,20 @@ def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], PlacementOpt
         raise UsageError("dtype and torch_dtype cannot be used together", hint="pass only dtype")
     requested = options.pop("dtype", None) or options.pop("torch_dtype", None)
     options.pop("torch_dtype", None)
-    if requested is not None and not isinstance(requested, dict):  # a dict has one dtype per component
+    # A dict has one dtype per component; diffusers does not support "auto", and says so.
+    if requested is not None and requested != "auto" and not isinstance(requested, dict):
         requested = dtype_of(dtype_name(requested))
     if requested is not None:
         options[_DTYPE] = requested
     if options.get("use_safetensors") is None:
         # The default of diffusers is to fall back to pickles, which can run code.
         options["use_safetensors"] = True
+    # diffusers does not cast models that are passed, such as a VAE in float32 for a pipeline in bfloat16.
+    passes_models = any(isinstance(value, torch.nn.Module) for value in options.values())
+    if isinstance(requested, dict) or (requested is not None and passes_models):
+        return options, PlacementOptions(keep_dtypes=True)
     chosen = str(requested).removeprefix("torch.") if isinstance(requested, torch.dtype) else None
-    return options, PlacementOptions(dtype=chosen, keep_dtypes=isinstance(requested, dict))
+    return options, PlacementOptions(dtype=chosen)
 
 
 def _find_single_file_loader(kind: Any, options: dict[str, Any]) -> Callable[..., Any]:

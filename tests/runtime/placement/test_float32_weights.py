@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy
 import pytest
 import torch
 
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
-from anyaccel.recipes import recipes
+from anyaccel.recipes import recipes, run
 from tests.conftest import NEEDS_RECIPES
 
 pytestmark = [NEEDS_RECIPES, pytest.mark.usefixtures("pipelines_imported"), pytest.mark.filterwarnings("ignore")]
@@ -58,3 +59,35 @@ def test_float32_modules_keep_their_values_in_a_cast(device: str, recipe: str, p
             assert torch.equal(placed[name].cpu(), weight)
 
     use() if device == "cpu" else run_forked(device, use)
+
+
+def test_models_passed_to_from_pretrained_keep_their_dtype(tmp_path: Path) -> None:
+    recipe = recipes()["wan"]
+    recipe.make().save_pretrained(tmp_path)  # type: ignore[attr-defined]
+    library: Any = diffusers
+
+    def load(kind: Any) -> Any:
+        vae = library.AutoencoderKLWan.from_pretrained(tmp_path, subfolder="vae", dtype=torch.float32)
+        pipe = kind.from_pretrained(tmp_path, vae=vae, dtype=torch.bfloat16).to("cpu")
+        assert pipe.vae is vae
+        return pipe
+
+    stock, placed = load(library.DiffusionPipeline), load(anyaccel.DiffusionPipeline)
+    dtypes = {name: weight.dtype for name, weight in list_weights(placed).items()}
+    assert dtypes == {name: weight.dtype for name, weight in list_weights(stock).items()}
+    assert stock.vae.dtype == torch.float32
+    numpy.testing.assert_array_equal(run(recipe, placed), run(recipe, stock))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_nothing_is_cast_on_the_cpu(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("anyaccel.runtime.placement.place.measure_half_precision", lambda: {"bfloat16": 100.0})
+    recipe = recipes()["stable-diffusion"]
+    stock, placed = (recipe.make().to(dtype) for _ in range(2))  # type: ignore[attr-defined]
+    anyaccel.place(placed, "cpu")
+    assert {weight.dtype for weight in list_weights(placed).values() if weight.is_floating_point()} == {dtype}
+    numpy.testing.assert_array_equal(run(recipe, placed), run(recipe, stock))
+    warned = [record for record in caplog.records if "times as long as float32 on this CPU" in record.getMessage()]
+    assert len(warned) == (dtype is torch.bfloat16)

@@ -37,6 +37,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> DispatchGraphs:
     graphs = DispatchGraphs()
     recorder = Recorder(graphs, read_settings=cuda_graphs._read_settings)
     monkeypatch.setattr(CpuDriver, "recorder", lambda self, index: recorder)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # a case sets it to the default, True
     return graphs
 
 

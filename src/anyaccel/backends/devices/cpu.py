@@ -71,7 +71,7 @@ SHEET = Sheet(
         ),
     ),
     default_dtypes=DtypeOrder(
-        says="float32 is correct and fast on every CPU; half precision is used only if it is measured to be faster.",
+        says="float32 is correct and fast on every CPU.",
         source=PYTORCH + "146508",
         evidence="hardware",
         order=("float32",),

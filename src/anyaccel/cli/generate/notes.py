@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
 __all__ = ["find_notes"]
 
-# Slowdown of half precision relative to float32 above which a note is printed.
-_SLOWDOWN_LIMIT = 4
 # Side in pixels of the training images of the embedded model.
 _EMBEDDED_SIDE = 128
 _MAX_WORDS = 5
@@ -19,7 +17,7 @@ _MAX_WORDS = 5
 
 def find_notes(loaded: LoadedModel, call: Mapping[str, Any], prompts: Sequence[str]) -> Iterator[str]:
     """Yield notes about a slow dtype, an unsuitable image size or unknown words in a prompt."""
-    from anyaccel.backends.cpu_half_precision_speed import measure_half_precision
+    from anyaccel.backends.cpu_half_precision_speed import SLOWDOWN_LIMIT, measure_half_precision
     from anyaccel.backends.device_type_checks import is_host
     from anyaccel.embedded.vocabulary import find_unknown_words
 
@@ -27,7 +25,7 @@ def find_notes(loaded: LoadedModel, call: Mapping[str, Any], prompts: Sequence[s
     # A virtual device computes on the CPU as well.
     on_cpu = plan.virtual or is_host(loaded.pipe.device)
     slowdown = measure_half_precision().get(dtype, 1.0) if on_cpu else 1.0
-    if slowdown > _SLOWDOWN_LIMIT:
+    if slowdown > SLOWDOWN_LIMIT:
         yield f"{dtype} is {slowdown:.0f} times slower than float32 on this CPU"
     sides = {call.get(name, _EMBEDDED_SIDE) for name in ("width", "height")}
     if loaded.model.kind == "embedded" and sides != {_EMBEDDED_SIDE}:

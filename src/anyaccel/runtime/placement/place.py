@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import weakref
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.cpu_half_precision_speed import measure_half_precision
+from anyaccel.backends.cpu_half_precision_speed import SLOWDOWN_LIMIT, measure_half_precision
 from anyaccel.backends.device import OpenDevice, find_device, open_device, read_device
 from anyaccel.backends.device import sheet as find_sheet
 from anyaccel.backends.device_functions import dtype_name
@@ -22,7 +23,7 @@ from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import DoesNotFitError, UsageError, first_line
 from anyaccel.library_logging import FLOAT32_ADVICE, drop_log_records
 from anyaccel.planning.decision import Decision
-from anyaccel.planning.dtype import find_smaller_dtype
+from anyaccel.planning.dtype import HALF_PRECISIONS, find_smaller_dtype
 from anyaccel.planning.memory import MemoryRule, Residence
 from anyaccel.planning.options import PlacementOptions, check_residence, read_options
 from anyaccel.planning.plan import Plan, make_plan
@@ -63,6 +64,8 @@ __all__ = [
     "replan",
     "resolve_device",
 ]
+
+_LOG = logging.getLogger("anyaccel")
 
 Device = str | int | torch.device | OpenDevice
 
@@ -109,17 +112,13 @@ def _set_variables(sheet: Sheet, options: PlacementOptions) -> None:
 
 def plan_pipeline(pipe: Any, opened: OpenDevice, options: PlacementOptions, dtype: Decision[str] | None = None) -> Plan:
     """Return the plan for a loaded pipeline on an open device."""
-    on_cpu = opened.sheet.is_host
     facts = read_facts(pipe)
-    # CPUs differ: some compute bfloat16 faster than float32, some many times slower.
-    measured = measure_half_precision() if on_cpu and options.dtype is None else None
     return make_plan(
         opened.sheet,
         facts,
         options,
         device=f"{opened.sheet.name}:{opened.index}",
         virtual=find_device(opened.sheet.name).virtual,
-        half_precision_cost=measured,
         dtype=dtype,
         environment=os.environ,
         ranks=read_ranks(opened, facts, options),
@@ -183,9 +182,20 @@ def place_pipeline(
         )
         return
     attach_placement(pipe, placement, before)
+    if opened.sheet.is_host and options.dtype is None:
+        _warn_if_slow(plan.dtype.value)
     single_rank = plan.parallel.value is None
     if single_rank and any(mode.name == plan.mode.value and mode.captures for mode in opened.sheet.modes):
         _capture(pipe, opened)
+
+
+def _warn_if_slow(dtype: str) -> None:
+    """Log a warning if a half-precision dtype is much slower than float32 on this CPU."""
+    slowdown = measure_half_precision().get(dtype, 1.0) if dtype in HALF_PRECISIONS else 1.0
+    if slowdown > SLOWDOWN_LIMIT:
+        _LOG.warning(
+            "anyaccel: %s takes %.0f times as long as float32 on this CPU\nhint: pass dtype='float32'", dtype, slowdown
+        )
 
 
 def _keep_user_dtypes(pipe: Any, plan: Plan, before: Placement | None, sheet: Sheet) -> Plan:
@@ -309,8 +319,7 @@ def _cast(pipe: Any, placement: Placement, target: torch.device, move: Any, *, r
         for name, component in find_models(pipe).items() if exceptions else ():
             wanted = getattr(torch, exceptions[name]) if name in exceptions else dtype
             # Some modules of a model that keeps its dtype may have another one. Quantized weights are never cast.
-            floating = (weight.dtype for weight in component.parameters() if weight.is_floating_point())
-            if name not in exceptions or (wanted.is_floating_point and next(floating, wanted) != wanted):
+            if wanted.is_floating_point and getattr(torch, read_dtype(component)) != wanted:
                 component.to(wanted)
         restore_float32_weights(pipe, plan, kept)
         if plan.parallel.value is not None:

@@ -126,17 +126,24 @@ class GraphCapture:
         return None
 
     def _run_or_replay(self, forward: Forward, args: Any, kwargs: Any) -> Any:
-        if not self._is_unchanged():  # a callback or the pipeline itself changed the module
-            self._reset()
         leaves, spec = tree_flatten((args, kwargs))
         shape = self._find_shape(leaves, spec)
         if shape is None or shape.failure:
             return forward(*args, **kwargs)
-        if shape.replay is not None:
+        if shape.replay is not None and self._fingerprint is not None and self._fingerprint.holds_memory():
             try:
-                return self._replay(shape, _find_tensors(leaves))
+                output = self._replay(shape, _find_tensors(leaves))
             except RuntimeError as error:
                 self._give_up(shape, error)
+                return forward(*args, **kwargs)
+            # Compared while the device runs the graph, which writes only to its own buffers: a comparison before the
+            # replay would let the device wait after schedulers that synchronize at every step, such as UniPC.
+            if self._is_unchanged():
+                return output
+        if not self._is_unchanged():  # a callback or the pipeline itself changed the module
+            self._reset()
+            shape = self._find_shape(leaves, spec)
+            if shape is None:
                 return forward(*args, **kwargs)
         # The first runs are eager: libraries choose kernels and allocate workspaces in them, which a capture cannot.
         shape.runs += 1

@@ -2,7 +2,7 @@
 
 A fingerprint covers everything that a replay would miss: the addresses of weights, all attributes of all layers and
 attention processors, hooks, adapters, and patched functions of classes and modules. A comparison takes a few
-milliseconds for a large UNet and overlaps with work on the device.
+milliseconds for a large model.
 """
 
 from __future__ import annotations
@@ -217,8 +217,12 @@ class ModuleFingerprint:
             and all(map(is_, self._read_attributes(), self._attributes))
             and not self._code.changed()
             and all(map(_is_same_item, self._read_items(), self._items))
-            and all(map(eq, self._read_addresses(), self._addresses))
+            and self.holds_memory()
         )
+
+    def holds_memory(self) -> bool:
+        """Return whether all tensors that existed at the snapshot still use the same memory."""
+        return list(self._read_addresses()) == self._addresses
 
     def _read_layers(self) -> Iterator[dict[str, Any]]:
         """Yield the `__dict__` of the module and of every layer; yield nothing if the module was deleted."""
