@@ -261,6 +261,13 @@ def test_scalar_can_be_formatted(accelerator: VirtualAccelerator) -> None:
 
 
 @on_every_device()
+def test_lists_and_tuples_in_an_index(accelerator: VirtualAccelerator) -> None:
+    cpu_tensor = torch.arange(12.0).reshape(3, 4)
+    for index in ((slice(None), (0, 2)), ([0, 2], (1, 3)), (0, 2), [0, 2], (slice(None), [True, False, True, True])):
+        check_same(cpu_tensor.to(accelerator.device(1))[index], cpu_tensor[index])
+
+
+@on_every_device()
 def test_complex_numbers_and_fft(accelerator: VirtualAccelerator) -> None:
     cpu_tensor = torch.linspace(-1, 1, 32).reshape(4, 8)
     transforms: list[Callable[[torch.Tensor], torch.Tensor]] = [

@@ -66,6 +66,8 @@ class VirtualTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if len(types) > 1 and any(map(_wraps_tensors, types)):
+            return NotImplemented  # torch asks the other class next
         return _DISPATCH[0](func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
@@ -145,14 +147,14 @@ class VirtualTensor(torch.Tensor):
 
 
 def _convert_list_indices(key: Any) -> Any:
-    """Convert list indices to CPU tensors.
+    """Convert list indices to CPU tensors, and tuples inside of a tuple, which torch treats as lists.
 
     For `x[[0, 2]]`, torch would otherwise create the index tensor on the device before dispatch.
     """
     if isinstance(key, list | range):
         return torch.tensor(list(key)) if len(key) else list(key)
-    if isinstance(key, tuple) and any(isinstance(item, list | range) for item in key):
-        return tuple(_convert_list_indices(item) if isinstance(item, list | range) else item for item in key)
+    if isinstance(key, tuple):
+        return tuple(_convert_list_indices(list(item) if isinstance(item, tuple) else item) for item in key)
     return key
 
 
@@ -165,3 +167,8 @@ def wrap(inner: torch.Tensor, device: torch.device) -> VirtualTensor:
         active().memory.add(inner, device.index or 0)
     wrapper: VirtualTensor = VirtualTensor(inner, device)
     return wrapper
+
+
+def _wraps_tensors(kind: type) -> bool:
+    """Return whether a tensor subclass of another library may contain virtual tensors, and not the other way round."""
+    return not issubclass(kind, VirtualTensor) and kind.__module__.partition(".")[0] != "torch"

@@ -14,6 +14,7 @@ from typing import Any, overload
 import diffusers
 import torch
 
+from anyaccel.backends.device_functions import dtype_name
 from anyaccel.backends.device_type_checks import is_host
 from anyaccel.errors import UsageError
 from anyaccel.planning.decision import Decision
@@ -447,4 +448,7 @@ def place(pipe: Any, device: str | int | torch.device = "auto", **placement_opti
             f"cannot place {pipe!r:.60}: it is not a diffusers pipeline",
             hint="load a pipeline first, for example with anyaccel.DiffusionPipeline.from_pretrained(…)",
         )
+    # A name: `to` casts all weights to a torch dtype, also those that should stay in float32.
+    if isinstance(placement_options.get("dtype"), torch.dtype):
+        placement_options["dtype"] = dtype_name(placement_options["dtype"])
     return make_portable(pipe).to(device, **placement_options)

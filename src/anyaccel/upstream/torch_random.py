@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-__all__ = ["BY_SHAPE", "FROM_VALUES", "INITIALIZERS", "INTEGERS", "IN_PLACE", "LIKE", "RANDOM_FUNCTIONS"]
+__all__ = [
+    "BY_SHAPE", "FROM_VALUES", "INITIALIZERS", "INTEGERS", "IN_PLACE", "LIKE", "RANDOM_FUNCTIONS", "WITHOUT_GENERATOR",
+]  # fmt: skip
 
 BY_SHAPE = (torch.randn, torch.rand)
 INTEGERS = (torch.randint, torch.randperm)
@@ -24,4 +27,15 @@ FROM_VALUES = (
     torch.multinomial, Tensor.multinomial, torch.bernoulli, Tensor.bernoulli, torch.normal, torch.poisson,
     torch.binomial, torch._standard_gamma, torch._sample_dirichlet,
 )  # fmt: skip
-RANDOM_FUNCTIONS = frozenset((*BY_SHAPE, *LIKE, *INTEGERS, *IN_PLACE, *INITIALIZERS, *FROM_VALUES))
+# Functions that always use the default generator. Those in `functional` are written in Python, and a function mode is
+# not active in the functions that they call.
+WITHOUT_GENERATOR = (
+    functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.alpha_dropout,
+    functional.feature_alpha_dropout, functional.gumbel_softmax, functional.rrelu,
+    functional.fractional_max_pool2d, functional.fractional_max_pool3d,
+    functional.fractional_max_pool2d_with_indices, functional.fractional_max_pool3d_with_indices,
+    torch.dropout, torch.dropout_, torch.native_dropout, torch.feature_dropout, torch.feature_dropout_,
+    torch.alpha_dropout, torch.alpha_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_,
+    torch.rrelu, torch.rrelu_, torch.svd_lowrank, torch.pca_lowrank, torch.lobpcg,
+)  # fmt: skip
+RANDOM_FUNCTIONS = frozenset((*BY_SHAPE, *LIKE, *INTEGERS, *IN_PLACE, *INITIALIZERS, *FROM_VALUES, *WITHOUT_GENERATOR))

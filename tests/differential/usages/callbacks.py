@@ -117,6 +117,59 @@ def callback_draws_random_numbers(session: Session) -> Any:
 
 
 @usage(GROUP)
+def callback_uses_dropout(session: Session) -> Any:
+    """A callback with `dropout` and `gumbel_softmax`, which torch implements in Python."""
+
+    def callback(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        latents = torch.nn.functional.dropout(values["latents"], 0.1)
+        return {"latents": latents + torch.nn.functional.gumbel_softmax(latents, dim=1)}
+
+    return session.run(session.make(), callback_on_step_end=callback)
+
+
+@usage(GROUP)
+def callback_edits_a_copy_of_the_sigmas(session: Session) -> Any:
+    """A callback that changes a copy of a tensor of the scheduler in place."""
+    pipe = session.make()
+    pipe.scheduler = diffusers.EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+
+    def callback(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        latents = values["latents"]
+        sigmas = pipe.scheduler.sigmas.to(latents.device, copy=True).mul_(0.5)
+        return {"latents": latents * (1 + 0.01 * sigmas[step])}
+
+    return session.run(pipe, callback_on_step_end=callback, num_inference_steps=4)
+
+
+@usage(GROUP)
+def callback_moves_a_ramp_to_the_device(session: Session) -> Any:
+    """A callback that creates a tensor with `torch.linspace` on the CPU and moves it to the device."""
+    devices: list[bool] = []
+
+    def callback(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        latents = values["latents"]
+        ramp = torch.linspace(0.9, 1, latents.shape[-1]).to(latents.device)
+        devices.append(ramp.device == latents.device)
+        return {"latents": latents * ramp}
+
+    return {"result": session.run(session.make(), callback_on_step_end=callback), "devices": devices}
+
+
+@usage(GROUP)
+def callback_uses_integer_indices(session: Session) -> Any:
+    """A callback with functions that accept only int64 indices."""
+
+    def callback(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        latents = values["latents"]
+        rows = torch.arange(latents.shape[2], device=latents.device).flip(0)
+        flipped = torch.index_copy(latents, 2, rows, latents)
+        halves = flipped.tensor_split(rows[-2:-1].cpu(), dim=3)
+        return {"latents": torch.cat(halves[::-1], dim=3)}
+
+    return session.run(session.make(), callback_on_step_end=callback)
+
+
+@usage(GROUP)
 def legacy_callback(session: Session) -> Any:
     """The deprecated `callback` and `callback_steps` arguments."""
     steps: list[int] = []

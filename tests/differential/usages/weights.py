@@ -209,7 +209,7 @@ def requires_grad_disabled(session: Session) -> Any:
 @usage(
     GROUP,
     skip={
-        "mps": "dropout draws on the device", "neuron": "dropout draws on the device",
+        "mps": "dropout draws on the device",
         "served": "dropout draws for all requests of a batch",
     },
 )  # fmt: skip

@@ -58,8 +58,8 @@ def test_a_placement_that_fails_during_the_move(error: BaseException) -> None:
         run(RECIPE, pipe)
         cast = place._cast
 
-        def cast_and_fail(pipe: Any, placement: Any, target: Any, move: Any, *, requested: bool) -> None:
-            cast(pipe, placement, torch.device("cpu"), move, requested=requested)
+        def cast_and_fail(pipe: Any, placement: Any, target: Any, move: Any, how: Any) -> None:
+            cast(pipe, placement, torch.device("cpu"), move, how)
             raise error
 
         with pytest.MonkeyPatch.context() as patch:

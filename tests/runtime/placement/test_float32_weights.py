@@ -91,3 +91,13 @@ def test_nothing_is_cast_on_the_cpu(
     numpy.testing.assert_array_equal(run(recipe, placed), run(recipe, stock))
     warned = [record for record in caplog.records if "times as long as float32 on this CPU" in record.getMessage()]
     assert len(warned) == (dtype is torch.bfloat16)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before placing", "after placing"])
+def test_a_torch_dtype_in_to_casts_all_weights(before: bool) -> None:
+    stock: Any = recipes()["wan"].make()
+    stock.to(torch.bfloat16)
+    pipe: Any = recipes()["wan"].make()
+    pipe = anyaccel.place(pipe.to(torch.bfloat16), "cpu") if before else anyaccel.place(pipe, "cpu").to(torch.bfloat16)
+    assert {weight.dtype for weight in list_weights(stock).values()} == {torch.bfloat16}
+    assert {weight.dtype for weight in list_weights(pipe).values()} == {torch.bfloat16}

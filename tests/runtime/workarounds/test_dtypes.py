@@ -103,6 +103,14 @@ PROGRAMS: dict[str, Any] = {
     "gather by name": lambda on, d: torch.gather(on, dim=1, index=torch.zeros(2, 1, dtype=INT64, device=d)),
     "scatter": lambda on, d: on.scatter(1, torch.zeros(2, 1, dtype=INT64, device=d), 5.0),
     "take_along_dim": lambda on, d: torch.take_along_dim(on, torch.zeros(2, 1, dtype=INT64, device=d), dim=1),
+    "index_copy": lambda on, d: on.index_copy(0, torch.tensor([1], device=d), torch.ones(1, 3, device=d)),
+    "put": lambda on, d: torch.put(on, torch.tensor([1], device=d), torch.ones(1, device=d)),
+    "scatter_reduce_": lambda on, d: on.clone().scatter_reduce_(
+        dim=1, index=torch.zeros(2, 1, dtype=INT64, device=d), src=torch.ones(2, 1, device=d), reduce="sum"
+    ),
+    "nll_loss": lambda on, d: torch.nn.functional.nll_loss(on, torch.tensor([1, 0], device=d)),
+    "multi_margin_loss": lambda on, d: torch.nn.functional.multi_margin_loss(on, target=torch.tensor([1, 0], device=d)),
+    "max_unpool1d": lambda on, d: torch.nn.functional.max_unpool1d(on, torch.tensor([[0, 2, 4]] * 2, device=d), (2,)),
     "index_select": lambda on, d: on.index_select(0, torch.tensor([1], device=d)),
     "one_hot": lambda on, d: torch.nn.functional.one_hot(torch.arange(3, device=d), 4).float(),
     "where": lambda on, d: torch.where(torch.full((3,), True, device=d), on, 0.0),

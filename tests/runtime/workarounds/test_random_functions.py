@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from anyaccel.backends.device import open_device
 from anyaccel.emulator.accelerator import VirtualAccelerator
@@ -75,6 +76,28 @@ BERNOULLI: list[Form] = [
     lambda draw, x, g: draw(x, **g),
     lambda draw, x, g: draw(x, 0.3, **g),
     lambda draw, x, g: draw(x, p=0.3, **g),
+]
+# These have no generator argument.
+DROPOUT: list[Form] = [
+    lambda draw, x, g: draw(x, 0.3, True),
+    lambda draw, x, g: draw(x, p=0.3, training=False),
+    lambda draw, x, g: draw(input=x.clone(), p=0.3, training=True, inplace=True),
+    lambda draw, x, g: draw(x.clone(), 0.3, True, True),
+    lambda draw, x, g: draw(x.bfloat16(), 0.3, True).float(),
+    lambda draw, x, g: draw(x, 0.0),
+]
+PLANES: list[Form] = [*DROPOUT[:4], DROPOUT[5]]
+NATIVE_DROPOUT: list[Form] = [
+    lambda draw, x, g: draw(x.clone(), 0.3, True),
+    lambda draw, x, g: draw(x.clone(), 0.3, train=False),
+]
+POOL: list[Form] = [
+    lambda draw, x, g: draw(x, (2, 2), output_size=(1, 1))[0],
+    lambda draw, x, g: functional.fractional_max_pool2d(x, 2, output_size=(1, 1), return_indices=True)[1],
+]
+LOW_RANK: list[Form] = [
+    lambda draw, x, g: draw(x.flatten(1).contiguous(), q=2)[1],
+    lambda draw, x, g: draw(x.flatten(1).contiguous(), 2)[0],
 ]
 FORMS: dict[Any, list[Form]] = {
     torch.randn: SIZED,
@@ -151,7 +174,42 @@ FORMS: dict[Any, list[Form]] = {
     ],
     torch._standard_gamma: [lambda draw, x, g: draw(x, **g), lambda draw, x, g: draw(x, *g.values())],
     torch._sample_dirichlet: [lambda draw, x, g: draw(x, **g)],
-}
+    functional.dropout: DROPOUT,
+    functional.dropout1d: [lambda draw, x, g: draw(x[0], 0.3, True), lambda draw, x, g: draw(x[0], p=0.3)],
+    functional.dropout2d: PLANES,
+    functional.dropout3d: [lambda draw, x, g: draw(x[None], 0.3, True)],
+    functional.alpha_dropout: DROPOUT,
+    functional.feature_alpha_dropout: DROPOUT,
+    functional.gumbel_softmax: [
+        lambda draw, x, g: draw(x),
+        lambda draw, x, g: draw(x, tau=0.5, hard=True, dim=1),
+    ],
+    functional.rrelu: [
+        lambda draw, x, g: draw(x - 0.5, training=True),
+        lambda draw, x, g: draw(x - 0.5, 0.1, 0.2, True, True),
+        lambda draw, x, g: draw(x - 0.5),
+    ],
+    functional.fractional_max_pool2d: [
+        lambda draw, x, g: functional.fractional_max_pool2d(x, 2, output_size=(1, 1)),
+    ],
+    functional.fractional_max_pool3d: [
+        lambda draw, x, g: functional.fractional_max_pool3d(x, (1, 1, 2), output_size=(2, 2, 1)),
+    ],
+    functional.fractional_max_pool2d_with_indices: POOL,
+    functional.fractional_max_pool3d_with_indices: [
+        lambda draw, x, g: draw(x, (1, 1, 2), output_size=(2, 2, 1))[1],
+    ],
+    **dict.fromkeys((
+        torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_, torch.alpha_dropout,
+        torch.alpha_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_,
+    ), NATIVE_DROPOUT),
+    torch.native_dropout: [lambda draw, x, g: torch.stack(draw(x, 0.3, True))],
+    torch.rrelu: [lambda draw, x, g: draw(x - 0.5, training=True)],
+    torch.rrelu_: [lambda draw, x, g: draw(x - 0.5, training=True)],
+    torch.svd_lowrank: LOW_RANK,
+    torch.pca_lowrank: LOW_RANK,
+    torch.lobpcg: [lambda draw, x, g: draw(x.flatten(1).T @ x.flatten(1), k=1)[0]],
+}  # fmt: skip
 
 
 def fill_view(draw: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -27,9 +27,12 @@ def read_float32_weights(pipe: Any, plan: Plan) -> dict[_Key, torch.Tensor]:
 
 
 def restore_float32_weights(pipe: Any, plan: Plan, kept: Mapping[_Key, torch.Tensor]) -> None:
-    """Cast the weights that must stay in float32 back, and restore the values of `kept`, which a cast has rounded."""
+    """Restore the dtype and the values of the weights in `kept` that a cast has rounded.
+
+    Weights that the user has cast before, for example with `pipe.to(torch.bfloat16)`, are not in `kept`.
+    """
     for module, name, weight in list(_list_weights(pipe, plan)):
-        if weight.dtype == torch.float32:
+        if weight.dtype == torch.float32 or (module, name) not in kept:
             continue
         holder = torch.nn.Module()
         if isinstance(weight, torch.nn.Parameter):
@@ -38,9 +41,8 @@ def restore_float32_weights(pipe: Any, plan: Plan, kept: Mapping[_Key, torch.Ten
             holder.register_buffer(name, weight)
         holder.to(torch.float32)  # keeps the object of the weight if the device allows it, as `module.to` does
         restored = getattr(holder, name)
-        if (module, name) in kept:
-            with torch.no_grad():
-                restored.copy_(kept[module, name])
+        with torch.no_grad():
+            restored.copy_(kept[module, name])
         if restored is not weight:
             setattr(module, name, restored)
 

@@ -7,9 +7,9 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -125,6 +125,15 @@ def plan_pipeline(pipe: Any, opened: OpenDevice, options: PlacementOptions, dtyp
     )
 
 
+class _Cast(NamedTuple):
+    """How the dtype of a placement was requested."""
+
+    requested: bool
+    """The user passed a dtype."""
+    keep_float32: bool
+    """Weights that must stay in float32 according to their model class are not cast."""
+
+
 def place_pipeline(
     pipe: Any,
     device: Device | None,
@@ -141,6 +150,8 @@ def place_pipeline(
     """
     before = find_placement(pipe)
     dtypes = {name: requested[name] for name in ("dtype", "smallest_dtype") if requested.get(name) is not None}
+    # `place` passes names of dtypes. In `pipe.to(torch.bfloat16)`, all weights are cast, as in diffusers.
+    cast = _Cast("dtype" in dtypes, keep_float32=not isinstance(dtypes.get("dtype"), torch.dtype))
     requested = {**requested, **{name: dtype_name(dtype) for name, dtype in dtypes.items()}}
     options = read_options(requested, find_options(pipe))
     opened = before.opened if device is None and before else resolve_device(device, options)
@@ -169,9 +180,9 @@ def place_pipeline(
         placement.vae_in_parts = before is not None and before.vae_in_parts
         with _dropping_placement_on_error(pipe):
             if offloaded is not None:
-                _cast(pipe, placement, target, move, requested="dtype" in dtypes)
+                _cast(pipe, placement, target, move, cast)
             else:
-                _move(pipe, placement, move, requested="dtype" in dtypes)
+                _move(pipe, placement, move, cast)
     except DoesNotFitError as error:
         smaller = None if offloaded else find_smaller_dtype(opened.sheet, plan.dtype.value, options)
         if smaller is None:
@@ -271,7 +282,7 @@ def _plan_weights(pipe: Any, draft: Placement, offloaded: Residence | None) -> P
     return placement
 
 
-def _move(pipe: Any, placement: Placement, move: Any, *, requested: bool) -> None:
+def _move(pipe: Any, placement: Placement, move: Any, cast: _Cast) -> None:
     """Move the weights as the planned memory mode requires; if memory runs out, try the next mode."""
     planned = placement.weights_rule.value.residence
     residences = list_pipeline_residences(pipe, placement)
@@ -279,7 +290,7 @@ def _move(pipe: Any, placement: Placement, move: Any, *, requested: bool) -> Non
         message = ""
         try:
             target = placement.device if residence == "resident" else torch.device("cpu")
-            _cast(pipe, placement, target, move, requested=requested)
+            _cast(pipe, placement, target, move, cast)
             placement.residence = "resident"
             if residence != "resident":
                 move_weights(pipe, placement, residence)
@@ -302,13 +313,14 @@ def _move(pipe: Any, placement: Placement, move: Any, *, requested: bool) -> Non
         placement.weights_rule = placement.report.memory = Decision(MemoryRule(following[0]), reason)
 
 
-def _cast(pipe: Any, placement: Placement, target: torch.device, move: Any, *, requested: bool) -> None:
-    """Move a pipeline and cast its models to the planned dtypes; `requested` means that the user passed a dtype."""
+def _cast(pipe: Any, placement: Placement, target: torch.device, move: Any, cast: _Cast) -> None:
+    """Move a pipeline and cast its models to the planned dtypes."""
     plan = placement.plan
     # Not if all models have the dtype: `to(dtype)` would also cast buffers that `from_pretrained` leaves in float32.
-    casts = requested or any(read_dtype(model) != plan.dtype.value for model in find_models(pipe).values())
-    kept = read_float32_weights(pipe, plan)
-    with torch.no_grad(), make_pipeline_function_mode(plan, placement.device), drop_log_records(*FLOAT32_ADVICE):
+    casts = cast.requested or any(read_dtype(model) != plan.dtype.value for model in find_models(pipe).values())
+    kept = read_float32_weights(pipe, plan) if cast.keep_float32 else {}
+    advice = drop_log_records(*FLOAT32_ADVICE) if cast.keep_float32 else nullcontext()
+    with torch.no_grad(), make_pipeline_function_mode(plan, placement.device), advice:
         dtype = getattr(torch, plan.dtype.value)
         exceptions = dict(plan.component_dtypes.value)
         if plan.parallel.value is not None and plan.parallel.value.strategy == "tensor":

@@ -41,6 +41,8 @@ __all__ = ["ComplexPair", "make_complex_pair", "make_handlers"]
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
+_INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
+_SELECTIONS = (torch.where, Tensor.where)
 _FACTORIES = (torch.zeros, torch.ones, torch.empty, torch.full)
 _LIKE_FACTORIES = {torch.zeros_like: torch.zeros, torch.ones_like: torch.ones, torch.empty_like: torch.empty}
 # Parameters of `torch.complex` and `torch.polar`, in their order.
@@ -76,6 +78,20 @@ class ComplexPair(Tensor):
     real = property(lambda self: self.real_part, lambda self, value: self.real_part.copy_(value))
     imag = property(lambda self: self.imaginary_part, lambda self, value: self.imaginary_part.copy_(value))
 
+    @property
+    def data(self) -> Tensor:
+        """The tensor without its history; a tensor that is assigned must also be complex and of the same shape."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, ComplexPair) or value.shape != self.shape:
+            raise LimitError(
+                "the device does not support complex dtypes, and anyaccel cannot assign this tensor to `.data`",
+                hint="assign the new tensor to the variable instead",
+            )
+        self._parts, self.joined, self.copies = value._read_parts(), value.joined, value.copies
+
     def _read_parts(self) -> tuple[Tensor, Tensor]:
         """Return the parts; raise `LimitError` if a copy was changed that is a view of a complex tensor elsewhere."""
         if any(read_version(copy) != version for copy, version in self.copies):
@@ -86,6 +102,10 @@ class ComplexPair(Tensor):
             )
         return self._parts
 
+    def tolist(self) -> Any:
+        """Return the values as a nested list."""
+        return torch.Tensor.cpu(self).tolist()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Pair({tuple(self.shape)}, device={self.device})"
 
@@ -93,6 +113,11 @@ class ComplexPair(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a torch function without recording it for the pair, because autograd records it for the two parts."""
         with skip_subclass_functions():
+            if func in _INDEXING:
+                index = _read_lists(args[1], args[0].device)
+                args = (args[0], index, *(_convert_number(value, args[0].device) for value in args[2:]))
+            elif func in _SELECTIONS:
+                args = (args[0], *(_convert_number(value, args[0].device) for value in args[1:]))
             if func in _VIEW_FUNCTIONS:  # in dispatch, the parts arrive as `view_as_real`, and views share its version
                 return _VIEW_FUNCTIONS[func](args[0] if args else kwargs["input"])
             with record_below_wrapper() if torch.is_grad_enabled() else nullcontext():
@@ -102,6 +127,8 @@ class ComplexPair(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run one operation on the real and imaginary tensors; raise `LimitError` if it is not supported."""
         kwargs = kwargs or {}
+        if any(argument.is_out for argument in func._schema.arguments):
+            return _write_out(func, args, kwargs)
         special = _SPECIAL.get(func.overloadpacket, _apply_to_parts if func.overloadpacket in _PARTWISE else None)
         if special is not None:
             with resume_autograd() if torch.is_grad_enabled() else nullcontext():
@@ -111,6 +138,21 @@ class ComplexPair(Tensor):
         raise _make_error(func)
 
 
+def _convert_number(value: Any, device: torch.device) -> Any:
+    """Return a `ComplexPair` for a number, for functions that would create a complex tensor on the device from it."""
+    if not isinstance(value, int | float | complex):
+        return value
+    return make_complex_pair(torch.tensor(value, dtype=torch.complex64), device)
+
+
+def _read_lists(index: Any, device: torch.device) -> Any:
+    """Replace the lists in an index, and tuples inside of it, by tensors; lists cause an internal error of torch."""
+    if isinstance(index, tuple):
+        return tuple(_read_lists(list(entry) if isinstance(entry, tuple) else entry, device) for entry in index)
+    has_numbers = isinstance(index, list) and not any(isinstance(entry, Tensor) for entry in index)
+    return torch.tensor(index, device=device) if has_numbers else index
+
+
 def _decompose(func: Any, args: Any, kwargs: Any) -> Any:
     """Run a composite operation as several operations, some of which may have an ordinary tensor as their result."""
     with resume_autograd() if torch.is_grad_enabled() else nullcontext(), exclude_dispatch_key("ADInplaceOrView"):
@@ -118,6 +160,16 @@ def _decompose(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(result, ComplexPair) and result.requires_grad:
         raise _make_error(func, "derivative")  # its history belongs to the parts
     return result
+
+
+def _write_out(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation with `out=`, and copy its result into this tensor."""
+    if "out" not in kwargs:  # several results
+        raise _make_error(func)
+    result = func.overloadpacket(*args, **{name: value for name, value in kwargs.items() if name != "out"})
+    if kwargs["out"].shape != result.shape or kwargs["out"].is_complex() != result.is_complex():
+        raise _make_error(func, "resizing `out`")
+    return kwargs["out"].copy_(result)
 
 
 def _make_error(func: Any, missing: str = "replacement") -> LimitError:
@@ -260,6 +312,14 @@ def _fill(func: Any, args: Any, kwargs: Any) -> Any:
     return pair
 
 
+def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
+    pair, indices, (real, imaginary) = args[0], args[1], _split_parts(args[2])
+    imaginary = imaginary if isinstance(imaginary, Tensor) else torch.zeros_like(real)
+    func(pair.real_part, indices, real.to(pair.device), *args[3:], **kwargs)
+    func(pair.imaginary_part, indices, imaginary.to(pair.device), *args[3:], **kwargs)
+    return pair
+
+
 def _add(func: Any, args: Any, kwargs: Any) -> ComplexPair:
     (a, b), (c, d) = _split_parts(args[0]), _split_parts(args[1])
     factor = kwargs.get("alpha", 1) * (-1 if func.overloadpacket is aten.sub else 1)
@@ -319,6 +379,7 @@ _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten._to_copy: _copy,
     aten.copy_: _write,
     aten.fill_: _fill,
+    aten.index_put_: _index_put,
     aten.view: _reshape,
     aten._unsafe_view: _reshape,
     aten._reshape_alias: _reshape,

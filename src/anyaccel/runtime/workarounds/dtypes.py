@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from anyaccel.backends.device_type_checks import is_host, is_on
 from anyaccel.errors import UsageError
@@ -17,6 +18,7 @@ __all__ = [
     "normalize_new_tensor",
     "parse_to_arguments",
     "replace_dtype",
+    "requests_copy",
 ]
 
 # Upstream reports, by dtype:
@@ -40,13 +42,25 @@ _INT64_BY_DEFAULT = {torch.arange, torch.full, torch.randint, torch.randperm, to
 # Functions that build a tensor from Python numbers, NumPy arrays or tensors.
 DATA_CONSTRUCTORS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 _CASTS = {Tensor.double: torch.float64, Tensor.long: torch.int64}
-# Functions that accept only int64 indices.
-_NEEDS_INT64 = (
-    torch.gather, Tensor.gather, torch.scatter, Tensor.scatter, Tensor.scatter_, torch.scatter_add,
-    Tensor.scatter_add, Tensor.scatter_add_, torch.take_along_dim, Tensor.take_along_dim, torch.take, Tensor.take,
-    torch.nn.functional.one_hot, torch.nn.functional.cross_entropy, torch.index_fill, Tensor.index_fill,
-    Tensor.index_fill_, Tensor.index_copy_, Tensor.put_, torch.scatter_reduce, Tensor.scatter_reduce,
-)  # fmt: skip
+# Functions that accept only int64 indices, with the position and name of this argument.
+_NEEDS_INT64 = {
+    **dict.fromkeys((
+        torch.gather, Tensor.gather, torch.scatter, Tensor.scatter, Tensor.scatter_, torch.scatter_add,
+        Tensor.scatter_add, Tensor.scatter_add_, torch.scatter_reduce, Tensor.scatter_reduce, Tensor.scatter_reduce_,
+        torch.index_fill, Tensor.index_fill, Tensor.index_fill_, torch.index_copy, Tensor.index_copy,
+        Tensor.index_copy_,
+    ), (2, "index")),
+    **dict.fromkeys((torch.take, Tensor.take, torch.put, Tensor.put, Tensor.put_), (1, "index")),
+    **dict.fromkeys((
+        torch.take_along_dim, Tensor.take_along_dim, functional.max_unpool1d, functional.max_unpool2d,
+        functional.max_unpool3d,
+    ), (1, "indices")),
+    **dict.fromkeys((
+        functional.cross_entropy, functional.nll_loss, functional.multi_margin_loss, functional.multilabel_margin_loss,
+    ), (1, "target")),
+    **dict.fromkeys((torch.tensor_split, Tensor.tensor_split), (1, "tensor_indices_or_sections")),
+    functional.one_hot: (0, "tensor"),
+}  # fmt: skip
 
 
 def make_handlers(
@@ -190,18 +204,14 @@ class _DtypeReplacer:
 
 def _widen_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function that accepts only int64 indices, casting int32 indices to int64 first."""
+    position, name = _NEEDS_INT64[func]
+    if position < len(args):
+        return func(*args[:position], _widen(args[position]), *args[position + 1 :], **kwargs)
+    return func(*args, **{key: _widen(value) if key == name else value for key, value in kwargs.items()})
 
-    def widen(value: Any) -> Any:
-        return value.to(torch.int64) if isinstance(value, Tensor) and value.dtype == torch.int32 else value
 
-    if func is torch.nn.functional.one_hot:
-        return func(*(widen(value) for value in args), **kwargs)
-    if len(args) < 3:
-        widened_kwargs = {name: value if name == "src" else widen(value) for name, value in kwargs.items()}
-        return func(*args[:1], *(widen(value) for value in args[1:]), **widened_kwargs)
-    index = 1 if func in (torch.take, Tensor.take, torch.take_along_dim, Tensor.take_along_dim, Tensor.put_) else 2
-    widened = [widen(value) if position == index else value for position, value in enumerate(args)]
-    return func(*widened, **{name: widen(value) if name == "index" else value for name, value in kwargs.items()})
+def _widen(value: Any) -> Any:
+    return value.to(torch.int64) if isinstance(value, Tensor) and value.dtype == torch.int32 else value
 
 
 def parse_to_arguments(
@@ -221,6 +231,12 @@ def parse_to_arguments(
         return other.device, other.dtype
     target = tensor.device if device is None else torch.device(device)
     return target, tensor.dtype if dtype is None else dtype
+
+
+def requests_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether `tensor.to(…)` has `copy=True`, which may be the second positional flag after `non_blocking`."""
+    flags = [value for value in args if isinstance(value, bool)]
+    return flags[1] if len(flags) > 1 else bool(kwargs.get("copy"))
 
 
 def normalize_new_tensor(

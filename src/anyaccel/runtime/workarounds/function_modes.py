@@ -64,6 +64,8 @@ __all__ = [
 # Runs instead of a torch function: gets the function and its arguments.
 Handler: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
+# Their indices must be on the CPU.
+_SPLITS = (torch.tensor_split, torch.Tensor.tensor_split)
 # Functions that accept CPU and device tensors together, or take only one tensor.
 _MIXED_DEVICE_FUNCTIONS = {
     torch.Tensor.copy_,
@@ -77,14 +79,16 @@ _MIXED_DEVICE_FUNCTIONS = {
     torch.Tensor.dim,
     torch.is_tensor,
     torch.is_floating_point,
+    *_SPLITS,
 }
 # `tensor.shape` and `tensor.data = other` reach a function mode too. A setter must get the tensor it was called with,
 # on any device: moving it would assign a copy.
 _ATTRIBUTE_ACCESS = ("__get__", "__set__")
-_MAX_SCHEDULE_STEPS = 4096
 _MOVE_FUNCTIONS = (torch.Tensor.to, torch.Tensor.type_as)
 # Functions with handlers that move arguments themselves.
-_HANDLES_DEVICES = {*_MOVE_FUNCTIONS, torch.Tensor.cpu, torch.Tensor.__getitem__, *RANDOM_FUNCTIONS}
+_HANDLES_DEVICES = {
+    *_MOVE_FUNCTIONS, *_SPLITS, *RANDOM_FUNCTIONS, torch.Tensor.cpu, torch.Tensor.__getitem__,
+}  # fmt: skip
 # Types of functions that are implemented in C++, and of the methods that access an attribute.
 _C_FUNCTIONS = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
 # Names of the first parameter of torch functions whose handlers expect it as a positional argument; `torch.where` has
@@ -232,9 +236,6 @@ def make_pipeline_function_mode(
     if cpu_tensors is not None:
         # Outermost: scheduler tensors must be recognized before another handler copies them.
         handlers |= {func: _keep_schedule_on_cpu(host_transfer, handlers.get(func)) for func in _MOVE_FUNCTIONS}
-        handlers |= {
-            func: _track_schedules(cpu_tensors, handlers.get(func)) for func in (torch.linspace, torch.logspace)
-        }
     return PipelineFunctionMode(handlers, host_transfer)
 
 
@@ -254,28 +255,13 @@ def _keep_schedule_on_cpu(host_transfer: HostTransfer, inner: Handler | None) ->
 
     def move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target, dtype = dtypes.parse_to_arguments(args[0], args[1:], kwargs)
-        if host_transfer.stays_on_cpu(args[0], target):
+        if host_transfer.stays_on_cpu(args[0], target) and not dtypes.requests_copy(args[1:], kwargs):
             return host_transfer.run(torch.Tensor.to, (args[0], dtype), {})
         if inner is not None:
             return inner(func, args, kwargs)
         return host_transfer.run(func, args, kwargs) if is_host(target) else func(*args, **kwargs)
 
     return move
-
-
-def _track_schedules(cpu_tensors: CpuTensors, inner: Handler | None) -> Handler:
-    """Return a handler for `linspace` and `logspace` that tracks CPU results as scheduler tensors.
-
-    Some pipelines compute their sigmas themselves and index into them at every step.
-    """
-
-    def make_range(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs) if inner is None else inner(func, args, kwargs)
-        if is_host(result.device) and result.numel() <= _MAX_SCHEDULE_STEPS:
-            cpu_tensors.add(result)
-        return result
-
-    return make_range
 
 
 def enter_model_mode(mode: ModelFunctionMode | None) -> tuple[list[PipelineFunctionMode], ModelFunctionMode | None]:

@@ -12,12 +12,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from anyaccel.backends.device_type_checks import is_host, is_on
 from anyaccel.runtime.workarounds.dtypes import replace_dtype
 from anyaccel.runtime.workarounds.host_transfer import CopyFunction
 from anyaccel.runtime.workarounds.out_argument import write_out
-from anyaccel.upstream.torch_random import BY_SHAPE, FROM_VALUES, IN_PLACE, INITIALIZERS, INTEGERS, LIKE
+from anyaccel.upstream.torch_random import (
+    BY_SHAPE,
+    FROM_VALUES,
+    IN_PLACE,
+    INITIALIZERS,
+    INTEGERS,
+    LIKE,
+    WITHOUT_GENERATOR,
+)
 
 __all__ = [
     "NoiseSource",
@@ -128,6 +137,7 @@ def make_handlers(
     handlers |= dict.fromkeys(IN_PLACE, drawing.in_place)
     handlers |= dict.fromkeys(INITIALIZERS, drawing.initialize)
     handlers |= dict.fromkeys(FROM_VALUES, drawing.from_values)
+    handlers |= dict.fromkeys(WITHOUT_GENERATOR, drawing.without_generator)
     return handlers
 
 
@@ -246,6 +256,28 @@ class _CpuDrawing:
 
         drawn = _current_source().draw(func.__name__, draw, shape, generator)
         return self._finish(drawn, drawn.dtype if tensors else dtype, target, kwargs)
+
+    def without_generator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `torch.nn.functional.dropout` and similar functions on CPU copies of their tensors."""
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        target = next((tensor.device for tensor in tensors if is_on(tensor.device, self.device.type)), None)
+        if target is None or is_host(target) or not _is_training(args, kwargs):
+            return func(*args, **kwargs)
+        cpu = torch.device("cpu")
+        result = func(*(_move(value, cpu) for value in args), **{name: _move(kwargs[name], cpu) for name in kwargs})
+        if kwargs.get("inplace") or func.__name__.endswith("_"):
+            return args[0].copy_(result)
+        return tree_map(
+            lambda value: replace_dtype(value, self.replacements).to(target) if isinstance(value, Tensor) else value,
+            result,
+        )
+
+
+def _is_training(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a dropout draws random numbers; true for all other functions."""
+    flags = [value for value in args if isinstance(value, bool)]
+    training = kwargs.get("training", kwargs.get("train", flags[0] if flags else True))
+    return bool(training) and kwargs.get("p") != 0
 
 
 def _move(value: Any, device: torch.device) -> Any:
