@@ -105,21 +105,21 @@ def state_dict_assigned(pipe: Any) -> Iterator[None]:
     pipe.unet.load_state_dict(before, assign=True)
 
 
-@case(recipe="chroma")
+@case(recipe="stable-diffusion-3")
 def buffer_edited_in_place(pipe: Any) -> Iterator[None]:
-    buffer = pipe.transformer.time_text_embed.mod_proj
+    buffer = pipe.transformer.pos_embed.pos_embed
     buffer.mul_(2)
     yield
     buffer.div_(2)
 
 
-@case(recipe="chroma")
+@case(recipe="stable-diffusion-3")
 def buffer_replaced(pipe: Any) -> Iterator[None]:
-    layer = pipe.transformer.time_text_embed
-    before = layer.mod_proj
-    layer.mod_proj = before * 2
+    layer = pipe.transformer.pos_embed
+    before = layer.pos_embed
+    layer.pos_embed = before * 2
     yield
-    layer.mod_proj = before
+    layer.pos_embed = before
 
 
 @case()

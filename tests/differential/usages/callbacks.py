@@ -8,7 +8,7 @@ from typing import Any
 import diffusers
 import torch
 
-from tests.differential.session import Session, usage
+from tests.differential.session import CPU_NOISE, Session, usage
 
 GROUP = "callbacks"
 
@@ -116,7 +116,7 @@ def callback_draws_random_numbers(session: Session) -> Any:
     return session.run(session.make(), callback_on_step_end=callback)
 
 
-@usage(GROUP)
+@usage(GROUP, skip=CPU_NOISE)
 def callback_uses_dropout(session: Session) -> Any:
     """A callback with `dropout` and `gumbel_softmax`, which torch implements in Python."""
 
