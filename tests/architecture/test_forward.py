@@ -11,7 +11,7 @@ PLAN = re.compile(r"\.plan\s*=(?!=)|object\.__setattr__\([^)]*plan")
 EXCEPTIONS = {
     "forward_overrides.py": "implements overrides",
     "runtime/placement/group_offload.py": "restores the forward that diffusers' hooks replaced",
-    "explanation/explain.py": "an attribute of another class, set in its __init__",
+    "explanation/memory_estimate.py": "an attribute of another class, set in its __init__",
 }
 
 

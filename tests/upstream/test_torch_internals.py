@@ -212,15 +212,13 @@ def test_read_address_of_views_and_generators() -> None:
 def test_read_module_tables() -> None:
     layer = torch.nn.BatchNorm1d(2, affine=False)
     assert internals.read_parameter_table(layer) == {"weight": None, "bias": None}
-    assert set(internals.read_buffer_table(layer)) == {name for name, _ in layer.named_buffers()}
     moved = torch.nn.Parameter(torch.ones(2))
     internals.read_parameter_table(layer)["weight"] = moved
     assert layer.weight is moved
     assert internals.read_child_table(torch.nn.Sequential(layer)) == {"0": layer}
-    assert [vars(layer)[name] for name in internals.WEIGHT_TABLES] == [
-        internals.read_parameter_table(layer),
-        internals.read_buffer_table(layer),
-    ]
+    parameters, buffers = (vars(layer)[name] for name in internals.WEIGHT_TABLES)
+    assert parameters is internals.read_parameter_table(layer)
+    assert buffers == dict(layer.named_buffers())
 
 
 def test_read_hook_tables() -> None:

@@ -97,10 +97,6 @@ class Judge:
         names, groups = tuple(self.names[i] for i in ranking), tuple(self.groups[i] for i in ranking)
         return Verdict(names, groups, float(np.sqrt(distances[ranking[0]])))
 
-    def group_of(self, name: str) -> int:
-        """Return the number of the group of indistinguishable objects that an object belongs to."""
-        return self.groups[self.names.index(name)]
-
     def _reference_descriptors(self, background: str) -> Array:
         """Return the descriptors (small square images) of all glyphs on a background color."""
         if background not in self._descriptors:

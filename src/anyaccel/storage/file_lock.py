@@ -8,13 +8,11 @@ from typing import IO
 
 from anyaccel.errors import UsageError
 
+# Windows has no fcntl. There, every attempt to lock a file succeeds.
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["LOCKS_ARE_SUPPORTED", "lock_file", "try_lock_file"]
-
-# Windows has no fcntl. There, every attempt to lock a file succeeds.
-LOCKS_ARE_SUPPORTED = sys.platform != "win32"
+__all__ = ["lock_file", "try_lock_file"]
 
 
 def try_lock_file(path: Path) -> IO[bytes] | None:

@@ -1,4 +1,7 @@
-"""Private APIs of torch's autograd engine, as of torch 2.13. File paths are relative to its package."""
+"""Private APIs of torch's autograd engine, as of torch 2.13. File paths are relative to its package.
+
+Why the virtual tables of torch's C++ classes are replaced: docs/decisions/0019-gradients-on-virtual-devices.md.
+"""
 
 from __future__ import annotations
 
@@ -96,24 +99,36 @@ attention_in_parts: Any = torch.ops.aten._scaled_dot_product_attention_math.defa
 class ReportedAccelerator:
     """Context manager in which torch's C++ code reports a built-in device type as this process's accelerator.
 
-    The autograd engine asks for the accelerator when it reaches a tensor on such a device type. Creating the object
-    raises VirtualDeviceError if this torch has an unknown layout or supports the real device.
+    It is for the virtual devices with a built-in type: mps, hpu and xpu. The autograd engine asks for the accelerator
+    when it reaches a tensor on such a device type. Creating the object raises VirtualDeviceError if this torch has an
+    unknown layout or supports the real device.
     """
 
     def __init__(self, name: str) -> None:
         self._lock, self._depth = threading.Lock(), 0
-        hooks, is_built = _find_hooks(name)
+        try:
+            self._tables = self._replace_methods(name)
+        except (OSError, AttributeError, ValueError) as error:
+            raise _make_error(name, str(error)) from error
+        with self:
+            reported = torch._C._accelerator_getAccelerator()
+        if reported is None or reported.type != name:
+            raise _make_error(name, "its hooks for accelerators have another layout")
+
+    def _replace_methods(self, name: str) -> list[tuple[ctypes.c_void_p, int | None, int]]:
+        """Return, for each changed object, the pointer to its virtual table and the original and replaced tables."""
+        hooks, interface = _find_hooks(name)
+        # Without the device, `at::detail::getMPSHooks` returns an object of the interface class itself.
+        if hooks.value != interface:
+            raise ValueError(f"its hooks for {name} devices are not those of a build without {name} support")
         # A C function that returns 1 and requires no GIL.
         returns_true = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value
         tables = [(hooks, {_IS_BUILT: returns_true, _HAS_PRIMARY_CONTEXT: returns_true})]
         built = torch._C._accelerator_getAccelerator()
         if built is not None:  # torch reports an error if two accelerators are built
-            tables.append((_find_hooks(built.type, is_real=True)[0], {_IS_BUILT: is_built}))
-        self._tables = [(pointer, pointer.value, _copy_table(pointer.value or 0, new)) for pointer, new in tables]
-        with self:
-            reported = torch._C._accelerator_getAccelerator()
-        if reported is None or reported.type != name:
-            raise _make_error(name, "its hooks for accelerators have another layout")
+            is_not_built = (ctypes.c_void_p * _TABLE_LENGTH).from_address(interface)[_IS_BUILT]
+            tables.append((_find_hooks(built.type)[0], {_IS_BUILT: is_not_built}))
+        return [(pointer, pointer.value, _copy_table(pointer.value or 0, new)) for pointer, new in tables]
 
     def __enter__(self) -> None:
         with self._lock:
@@ -129,21 +144,14 @@ class ReportedAccelerator:
                     pointer.value = original
 
 
-def _find_hooks(name: str, is_real: bool = False) -> tuple[ctypes.c_void_p, int | None]:
-    """Return the pointer to the virtual table of a device type's hooks, and the address of its `isBuilt`."""
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        find = getattr(library, f"_ZN2at6detail11get{name.upper()}HooksEv")
-        interface = ctypes.c_void_p.in_dll(library, f"_ZTVN2at{len(name) + 14}{name.upper()}HooksInterfaceE")
-    except (OSError, AttributeError, ValueError) as error:
-        raise _make_error(name, str(error)) from error
+def _find_hooks(name: str) -> tuple[ctypes.c_void_p, int]:
+    """Return the pointer to the virtual table of a device type's hooks, and the table of their interface class."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    find = getattr(library, f"_ZN2at6detail11get{name.upper()}HooksEv")
+    interface = ctypes.c_void_p.in_dll(library, f"_ZTVN2at{len(name) + 14}{name.upper()}HooksInterfaceE")
     find.restype = ctypes.c_void_p
-    pointer = ctypes.c_void_p.from_address(find())
     methods = ctypes.addressof(interface) + _TABLE_HEADER * ctypes.sizeof(ctypes.c_void_p)
-    # Without the device, `at::detail::getMPSHooks` returns an object of the interface class itself.
-    if not is_real and pointer.value != methods:
-        raise _make_error(name, f"its hooks for {name} devices are not those of a build without {name} support")
-    return pointer, (ctypes.c_void_p * _TABLE_LENGTH).from_address(pointer.value or 0)[_IS_BUILT]
+    return ctypes.c_void_p.from_address(find()), methods
 
 
 def ignore_stream_changes(guard: int) -> None:

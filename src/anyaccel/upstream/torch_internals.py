@@ -59,7 +59,6 @@ __all__ = [
     "pop_function_mode",
     "push_function_mode",
     "read_address",
-    "read_buffer_table",
     "read_child_table",
     "read_device_type",
     "read_dispatch_modes",
@@ -220,11 +219,6 @@ def read_parameter_table(module: torch.nn.Module) -> dict[str, torch.nn.Paramete
     Writing to the dict bypasses parameter registration.
     """
     return module._parameters
-
-
-def read_buffer_table(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the dict of a module's own buffers (nn/modules/module.py)."""
-    return module._buffers
 
 
 def read_child_table(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:

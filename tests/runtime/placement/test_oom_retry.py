@@ -2,8 +2,10 @@
 
 import gc
 import logging
+import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -359,6 +361,46 @@ def test_errors_of_operations_in_code_of_the_user_are_those_of_the_device() -> N
     pipe(**call, num_images_per_prompt=2, callback_on_step_end=allocate)
     assert calls == [0, 1, 0, 1, 2]  # the scheduler repeats the first step
     assert oom_history._OUTCOMES
+
+
+def _run_without_source(code: str) -> None:
+    exec(code, {"__name__": "users_script", "torch": torch})
+
+
+def _run_with_coverage(code: str) -> None:
+    sys.settrace(lambda *args: None)
+    try:
+        _run_without_source(code)
+    finally:
+        sys.settrace(None)
+
+
+@pytest.mark.parametrize("run_code", [_run_without_source, _run_with_coverage])
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("raise MemoryError", True),
+        ("def fail(): raise torch.OutOfMemoryError('mine')\ntry: fail()\nfinally: x = 1", True),
+        ("try: 1 / 0\nexcept ZeroDivisionError as error: raise MemoryError from error", True),
+        ("torch.empty(2**62, dtype=torch.int8)", False),
+        ("with torch.no_grad(): torch.empty(2**62, dtype=torch.int8)", False),
+        ("try: torch.empty(2**62, dtype=torch.int8)\nfinally: x = 1", False),
+        ("try: torch.empty(2**62, dtype=torch.int8)\nexcept RuntimeError: raise", False),
+        ("try: torch.empty(2**62, dtype=torch.int8)\nexcept RuntimeError as error: raise error", False),
+    ],
+)
+def test_errors_that_code_of_the_user_raises_are_told_from_those_of_its_operations(
+    run_code: Any, code: str, expected: bool
+) -> None:
+    with pytest.raises((MemoryError, RuntimeError)) as caught:
+        run_code(code)
+    assert oom_retry._is_raised_by_user(caught.value) == expected
+
+
+def test_errors_in_frames_without_bytecode_are_those_of_the_device() -> None:
+    frame = SimpleNamespace(f_globals={"__name__": "users_extension"}, f_code=SimpleNamespace(co_code=b""))
+    error: Any = SimpleNamespace(__traceback__=SimpleNamespace(tb_frame=frame, tb_lasti=-1, tb_next=None))
+    assert not oom_retry._is_raised_by_user(error)
 
 
 def test_the_outcome_of_a_python_memory_error_is_not_stored() -> None:

@@ -19,13 +19,13 @@ from anyaccel.backends.devices.cpu import CpuDriver
 from anyaccel.backends.driver import Recorder
 from anyaccel.forward_overrides import Slot, get_override
 from anyaccel.recipes import recipes, run
+from anyaccel.runtime.module_fingerprint import is_in_training
 from anyaccel.runtime.placement_state import find_placement
 from anyaccel.runtime.speed import apply_speedups
 from anyaccel.runtime.speed import compile as compile_module
 from anyaccel.runtime.speed.apply_speedups import remove_speedups
 from anyaccel.runtime.speed.compiled_forward import CompiledForward, compile_blocks, compile_forward, find_compiled
 from anyaccel.runtime.speed.float8 import Float8Linear
-from anyaccel.runtime.speed.module_fingerprint import is_in_training
 from tests.conftest import NEEDS_RECIPES
 from tests.runtime.speed.small_pipelines import Blocks, make_small
 

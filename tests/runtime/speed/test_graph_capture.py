@@ -24,13 +24,13 @@ from anyaccel.forward_overrides import Slot, remove_override, set_override
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.memory import MemoryRule
 from anyaccel.recipes import recipes, run
+from anyaccel.runtime.library_code import find_user_code_in_model
+from anyaccel.runtime.module_fingerprint import LayerHooks, ModuleFingerprint
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.placement import oom_retry
 from anyaccel.runtime.placement.memory_plan import CallPlan
 from anyaccel.runtime.speed.apply_speedups import _pause_gc
-from anyaccel.runtime.speed.custom_code import find_custom_code
 from anyaccel.runtime.speed.graph_capture import GraphCapture
-from anyaccel.runtime.speed.module_fingerprint import LayerHooks, ModuleFingerprint
 
 
 class FakeGraphs:
@@ -348,7 +348,7 @@ def test_outputs_with_hidden_tensors_are_not_captured(graphs: FakeGraphs, monkey
         def forward(self, image: torch.Tensor) -> Hidden:
             return Hidden(image * 2)
 
-    monkeypatch.setattr("anyaccel.runtime.speed.graph_capture.find_custom_code", lambda module: "")
+    monkeypatch.setattr("anyaccel.runtime.speed.graph_capture.find_user_code_in_model", lambda module: "")
     model = HidesOutput().eval()
     override = capture(model, graphs)
     for number in range(4):
@@ -367,7 +367,7 @@ class StoresOutput(torch.nn.Module):
 
 @torch.no_grad()
 def test_models_that_modify_arguments_are_not_captured(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anyaccel.runtime.speed.graph_capture.find_custom_code", lambda module: "")
+    monkeypatch.setattr("anyaccel.runtime.speed.graph_capture.find_user_code_in_model", lambda module: "")
     model, image = StoresOutput().eval(), torch.ones(4, 4)
     override = capture(model, graphs)
     for _ in range(4):
@@ -422,7 +422,7 @@ class CallsItself(torch.nn.Module):
 @torch.no_grad()
 @pytest.mark.parametrize("make", [CallsItself, functools.partial(torch.nn.LSTM, 4, 4)], ids=["calls itself", "LSTM"])
 def test_recursive_and_recurrent_models_run(make: Any, graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anyaccel.runtime.speed.graph_capture.find_custom_code", lambda module: "")
+    monkeypatch.setattr("anyaccel.runtime.speed.graph_capture.find_user_code_in_model", lambda module: "")
     model = make().eval()
     args = [torch.full((3, 4), float(number)) for number in range(4)]
     expected = [_tensors(model(item)) for item in args]
@@ -467,7 +467,7 @@ def test_user_code_runs_at_every_call(unet: Any, graphs: FakeGraphs, monkeypatch
 
 
 def test_custom_code_is_found_despite_wraps(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_custom_code(unet) == ""
+    assert find_user_code_in_model(unet) == ""
     before = ModuleFingerprint(unet)
     plain = type(unet.mid_block).forward
 
@@ -476,7 +476,7 @@ def test_custom_code_is_found_despite_wraps(unet: Any, monkeypatch: pytest.Monke
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(type(unet.mid_block), "forward", patched)
-    assert "forward" in find_custom_code(unet)
+    assert "forward" in find_user_code_in_model(unet)
     assert not before.holds()
     monkeypatch.undo()
     assert before.holds()
@@ -489,7 +489,7 @@ def test_custom_code_is_found_despite_wraps(unet: Any, monkeypatch: pytest.Monke
         monkeypatch.undo()
         assert before.holds(), name
     unet.conv_in._conv_forward = lambda *args: type(unet.conv_in)._conv_forward(unet.conv_in, *args)
-    assert "a replaced _conv_forward" in find_custom_code(unet)
+    assert "a replaced _conv_forward" in find_user_code_in_model(unet)
 
 
 def change_tensor(model: Any) -> None:

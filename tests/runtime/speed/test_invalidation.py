@@ -12,10 +12,10 @@ from anyaccel.backends.devices.cpu import CpuDriver
 from anyaccel.backends.driver import Recorder
 from anyaccel.forward_overrides import Slot, set_override
 from anyaccel.recipes import recipes
+from anyaccel.runtime.module_fingerprint import ModuleFingerprint, PatchedCode
 from anyaccel.runtime.speed import graph_capture
 from anyaccel.runtime.speed.compiled_forward import compile_blocks, compile_forward, find_compiled
 from anyaccel.runtime.speed.graph_capture import GraphCapture
-from anyaccel.runtime.speed.module_fingerprint import ModuleFingerprint, PatchedCode
 from tests.conftest import NEEDS_RECIPES
 from tests.hardware import invalidation_checks
 from tests.hardware.invalidation_cases import CASES
@@ -92,7 +92,7 @@ class Model(torch.nn.Module):
 
 def capture(model: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> GraphCapture:
     """Set a graph capture on a model of this file, whose code would not be captured otherwise."""
-    monkeypatch.setattr(graph_capture, "find_custom_code", lambda module: "")
+    monkeypatch.setattr(graph_capture, "find_user_code_in_model", lambda module: "")
     override = GraphCapture(model, Recorder(DispatchGraphs(), **options), lambda: None)
     set_override(model, Slot.CAPTURE, override)
     override.begin_call()

@@ -123,6 +123,18 @@ def test_out_of_memory_is_not_reported_as_unsupported(pipe: Any, monkeypatch: py
     assert placement.report.quantization is None
 
 
+def test_errors_of_other_operations_are_not_reported_as_unsupported(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("the device was lost")
+
+    monkeypatch.setattr(quantize, "SMALLEST_WEIGHT", 1000)
+    monkeypatch.setattr(torch.nn.functional, "linear", fail)
+    placement = force_plan(pipe, quantization=Decision("float8", "for the test"))
+    with pytest.raises(RuntimeError, match="the device was lost"):
+        quantize.quantize_denoisers(pipe, placement)
+    assert placement.report.quantization is None
+
+
 @pytest.mark.usefixtures("needs_float8")
 def test_partly_quantized_model_counts_as_quantized(pipe: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(quantize, "SMALLEST_WEIGHT", 1000)

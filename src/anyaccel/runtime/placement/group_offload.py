@@ -59,6 +59,12 @@ def start_streaming(model: torch.nn.Module, device: torch.device, *, use_stream:
     apply_group_offloading(
         model, device, offload_type="leaf_level", use_stream=use_stream, low_cpu_mem_usage=use_stream and not pin
     )
+    # Classes are replaced because diffusers names the classes of its groups, registries and forwards in its functions,
+    # with no way to pass others (0.42.1):
+    # https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/hooks/group_offloading.py#L818-L915
+    # https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/hooks/hooks.py#L195-L241
+    # New groups would copy and pin all weights once more, and building them without `apply_group_offloading` would
+    # duplicate how it assigns layers to groups. A registry may already exist, with hooks of the user.
     for module, registry in _list_registries(model):
         hook = registry.get_hook(GROUP_OFFLOADING)
         if hook is not None:

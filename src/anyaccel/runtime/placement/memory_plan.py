@@ -28,9 +28,9 @@ from anyaccel.planning.options import PlacementOptions
 from anyaccel.planning.parallel import count_rank_parameters
 from anyaccel.runtime.call_request import CallRequest, shape_of
 from anyaccel.runtime.introspection import find_components, plain_class, read_facts
+from anyaccel.runtime.library_code import find_user_code_in_call
 from anyaccel.runtime.placement.mapped_weights import is_mapped
 from anyaccel.runtime.placement.row_split import split_traced_rows
-from anyaccel.runtime.placement.traced_code import find_user_code
 from anyaccel.runtime.placement_state import Placement
 from anyaccel.tracing.footprint_measurement import Measurement
 from anyaccel.tracing.meta_clone import clone_pipeline
@@ -320,7 +320,7 @@ def _fits_easily(pipe: Any, placement: Placement, request: CallRequest, capacity
 def _make_measurement(pipe: Any, placement: Placement, request: CallRequest) -> Measurement:
     """Return a measurement of a call; raise `NotMeasurableError` if it would run code of the user."""
     shaped = {name: value for name, value in request.arguments.items() if not _is_shapeless(name)}
-    code = find_user_code(pipe, shaped)
+    code = find_user_code_in_call(pipe, shaped)
     if code:
         raise NotMeasurableError(
             f"{code} is not part of a known library and would run more than once",

@@ -116,9 +116,14 @@ def _is_raised_by_user(error: BaseException) -> bool:
         return False
     if is_library(str(frames.tb_frame.f_globals.get("__name__"))):
         return False
-    # The innermost frame is that of the user's code also if an operation of torch in it fails, because operations have
-    # no frames. Only the instruction tells which of them raised the error.
-    return frames.tb_frame.f_code.co_code[frames.tb_lasti] == opmap["RAISE_VARARGS"]
+    # Operations of torch have no frames, so the innermost frame is the user's code in two cases: it raised the error,
+    # or one of its operations ran out of memory. Only the instruction tells them apart. What does not work instead:
+    # - The innermost frame alone: an operation that runs out of memory in a user's pipeline would not be retried.
+    # - The type or message of the error: vendors use a plain RuntimeError with any text, and so can the user.
+    # - The source line: there is none in `exec`, `python -c` and frozen applications, and one line may contain both.
+    # The slice is empty for frames without bytecode, such as those of Cython on Python 3.10.
+    last = frames.tb_lasti
+    return frames.tb_frame.f_code.co_code[last : last + 1] == bytes([opmap["RAISE_VARARGS"]])
 
 
 def _skip_useless_splits(pipe: Any, placement: Placement, rules: list[MemoryRule]) -> Iterator[MemoryRule]:

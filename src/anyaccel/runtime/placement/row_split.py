@@ -17,7 +17,7 @@ import torch
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import first_line
 from anyaccel.forward_overrides import ForwardOverrides, Slot, remove_override, set_override
-from anyaccel.runtime.library_code import find_source, is_library_code
+from anyaccel.runtime.library_code import find_source, find_user_code_in_model, is_library_code
 from anyaccel.runtime.placement.row_arguments import (
     Arguments,
     NotSplittableError,
@@ -27,7 +27,6 @@ from anyaccel.runtime.placement.row_arguments import (
     load_table,
     split_arguments,
 )
-from anyaccel.runtime.speed.custom_code import find_custom_code
 from anyaccel.runtime.workarounds.function_modes import has_foreign_modes
 from anyaccel.upstream.accelerate_internals import find_hooked_forward
 from anyaccel.upstream.diffusers_internals import STATELESS_HOOKS, find_slicing_obstacle, list_hooks
@@ -100,7 +99,7 @@ def find_obstacle(model: torch.nn.Module) -> str:
         return "gradients are enabled"
     if has_foreign_modes():
         return "a torch function or dispatch mode is active"
-    code = find_custom_code(model)
+    code = find_user_code_in_model(model)
     if code:
         return f"{code} may combine the images of a batch"
     if any(not _is_stateless(hook) for table in read_global_hooks() for hook in table.values()):
@@ -123,7 +122,7 @@ def _find_layer_obstacle(layer: torch.nn.Module, *, is_model: bool) -> str:
     hooks = [name for name in list_hooks(attributes) if name not in STATELESS_HOOKS]
     if hooks:
         return f"the hook {hooks[0]} is enabled"
-    # Checked here because `find_custom_code` sees only the outermost forward.
+    # Checked here because `find_user_code_in_model` sees only the outermost forward.
     forward = attributes.get("forward")
     beneath = forward.beneath if isinstance(forward, ForwardOverrides) else None
     replaced = [function for function in (beneath, find_hooked_forward(attributes)) if function is not None]

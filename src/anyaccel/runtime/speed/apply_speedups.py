@@ -20,13 +20,13 @@ from anyaccel.planning.speedups import is_worth_compiling
 from anyaccel.processes.gc_control import gc_paused, release_unreachable
 from anyaccel.runtime.call_request import CallRequest, bucket_of
 from anyaccel.runtime.introspection import find_denoisers, find_models
+from anyaccel.runtime.module_fingerprint import LayerHooks
 from anyaccel.runtime.placement_state import Placement
 from anyaccel.runtime.speed.compile import compile_cache_env, compile_for_speed, has_decoder
 from anyaccel.runtime.speed.compile_cache import load_payload, remove_payload, save_payload
 from anyaccel.runtime.speed.compile_cache_key import make_cache_key
 from anyaccel.runtime.speed.compiled_forward import find_compiled, remove_compiled_blocks
 from anyaccel.runtime.speed.graph_capture import GraphCapture
-from anyaccel.runtime.speed.module_fingerprint import LayerHooks
 from anyaccel.runtime.speed.quantize import quantize_denoisers
 from anyaccel.runtime.speed.step_skipping import current_step_skipper, track_steps
 from anyaccel.units import readable

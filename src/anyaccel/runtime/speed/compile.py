@@ -17,12 +17,12 @@ from anyaccel.planning.compiler import CompileRule
 from anyaccel.planning.decision import Decision
 from anyaccel.runtime.call_request import CallRequest, bucket_of
 from anyaccel.runtime.introspection import find_components, find_denoisers, find_models, read_facts
+from anyaccel.runtime.module_fingerprint import LayerHooks
 from anyaccel.runtime.placement_state import Placement
 from anyaccel.runtime.speed.compiled_forward import compile_blocks, compile_forward
 from anyaccel.runtime.speed.compiled_model_workarounds import GraphWorkarounds, read_graph_workarounds
 from anyaccel.runtime.speed.graph_fusions import fuse
 from anyaccel.runtime.speed.graph_rewrites import fold_cpu_constants, keep_rounding, replace_fill_diagonal
-from anyaccel.runtime.speed.module_fingerprint import LayerHooks
 from anyaccel.storage.cache_dir import find_graphs_folder, find_write_error, warn_not_cached
 from anyaccel.upstream.torch_compile_internals import (
     draw_like_eager,

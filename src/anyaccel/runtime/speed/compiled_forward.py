@@ -20,7 +20,7 @@ from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import summarize_error
 from anyaccel.forward_overrides import Slot, get_override, set_override
 from anyaccel.runtime.library_code import is_library
-from anyaccel.runtime.speed.module_fingerprint import LayerHooks, PatchedCode, is_in_training
+from anyaccel.runtime.module_fingerprint import LayerHooks, PatchedCode, is_in_training
 from anyaccel.runtime.workarounds.function_modes import has_foreign_modes
 from anyaccel.upstream.torch_compile_internals import (
     COMPILER_MODULES,

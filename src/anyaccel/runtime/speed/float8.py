@@ -11,14 +11,20 @@ from __future__ import annotations
 
 import torch
 
+from anyaccel.backends.out_of_memory import is_out_of_memory
+from anyaccel.errors import first_line
 from anyaccel.upstream.torch_internals import scaled_mm
 
-__all__ = ["Float8Linear", "check_float8"]
+__all__ = ["Float8Linear", "Float8NotSupportedError", "check_float8"]
 
 FLOAT8 = torch.float8_e4m3fn
 _MAX_FLOAT8 = torch.finfo(FLOAT8).max
 # Lower bound of a row's maximum, to avoid a division by zero for rows of zeros.
 _MIN_ROW_MAX = 1e-12
+
+
+class Float8NotSupportedError(RuntimeError):
+    """A device does not support float8 matrix multiplication, or computes it inaccurately."""
 
 
 class Float8Linear(torch.nn.Module):
@@ -81,14 +87,20 @@ def multiply_float8(
 
 
 def check_float8(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise if float8 matrix multiplication is not supported or is inaccurate on the device."""
+    """Raise `Float8NotSupportedError` if float8 matrix products are not supported or are inaccurate on the device."""
     layer = torch.nn.Linear(32, 32, device=device, dtype=dtype)
     rows = torch.linspace(-1, 1, 32 * 32, device=device, dtype=dtype).reshape(32, 32)
     with torch.no_grad():
         exact = layer(rows).float()
-        error = (Float8Linear(layer)(rows).float() - exact).norm() / exact.norm()
+        try:
+            product = Float8Linear(layer)(rows).float()
+        except (RuntimeError, ValueError) as error:  # torch has no error class for operations that are not supported
+            if is_out_of_memory(error):
+                raise
+            raise Float8NotSupportedError(first_line(error)) from error
+    error_share = float((product - exact).norm() / exact.norm())
     # float8_e4m3fn has 3 mantissa bits, so a few percent are normal. The negation also catches NaN.
-    if not bool(error < 0.1):
-        raise RuntimeError(
-            f"float8 matrix products have a relative error of {float(error):.0%}, but at most 10% is allowed"
+    if not error_share < 0.1:
+        raise Float8NotSupportedError(
+            f"float8 matrix products have a relative error of {error_share:.0%}, but at most 10% is allowed"
         )

@@ -24,8 +24,8 @@ from anyaccel.backends.device_type_checks import is_host
 from anyaccel.backends.driver import Recorder
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import first_line
-from anyaccel.runtime.speed.custom_code import find_custom_code
-from anyaccel.runtime.speed.module_fingerprint import LayerHooks, ModuleFingerprint
+from anyaccel.runtime.library_code import find_user_code_in_model
+from anyaccel.runtime.module_fingerprint import LayerHooks, ModuleFingerprint
 from anyaccel.runtime.workarounds.function_modes import has_foreign_modes
 from anyaccel.upstream.torch_internals import (
     find_default_device,
@@ -174,7 +174,7 @@ class GraphCapture:
         """Return the reason why a model cannot be captured, or an empty string."""
         if not all(self._is_captured(weight) for weight in chain(module.parameters(), module.buffers())):
             return "some weights are on another device"
-        custom_code = "another library's hooks" if hooks.has_foreign_forward() else find_custom_code(module)
+        custom_code = "another library's hooks" if hooks.has_foreign_forward() else find_user_code_in_model(module)
         return f"the model contains {custom_code}, and a replay does not run Python code" if custom_code else ""
 
     def _is_captured(self, tensor: torch.Tensor) -> bool:

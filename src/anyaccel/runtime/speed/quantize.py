@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.out_of_memory import is_out_of_memory
-from anyaccel.errors import UsageError, first_line
+from anyaccel.errors import UsageError
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.quality_levels import SMALLEST_WEIGHT
 from anyaccel.runtime.introspection import find_denoisers, find_models
 from anyaccel.runtime.placement_state import Placement
-from anyaccel.runtime.speed.float8 import Float8Linear, check_float8
+from anyaccel.runtime.speed.float8 import Float8Linear, Float8NotSupportedError, check_float8
 
 __all__ = ["check_not_quantized", "is_quantized", "quantize_denoisers"]
 
@@ -35,12 +34,9 @@ def quantize_denoisers(pipe: Any, placement: Placement) -> None:
         layers = _find_layers(model)
         try:
             _check_support(layers)
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            if is_out_of_memory(error):
-                raise
-            message = first_line(error)
-            _LOG.warning("anyaccel: %s cannot be quantized: %s", name, message)
-            placement.report.quantization = Decision("", f"{name} cannot be quantized: {message}")
+        except Float8NotSupportedError as error:
+            _LOG.warning("anyaccel: %s cannot be quantized: %s", name, error)
+            placement.report.quantization = Decision("", f"{name} cannot be quantized: {error}")
             return
         # Set before the first layer: if memory runs out halfway, the model is already partly quantized.
         vars(model)[_QUANTIZED_ATTRIBUTE] = placement.plan.quantization.value

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from anyaccel.forward_overrides import Slot, run_beneath
-from anyaccel.runtime.speed.module_fingerprint import ModuleFingerprint
+from anyaccel.runtime.module_fingerprint import ModuleFingerprint
 from anyaccel.server.batching.batched_args import CallArgs, join_args, make_call_args, results_match, split_result
 from anyaccel.server.batching.step_batcher import StepBatcher
 

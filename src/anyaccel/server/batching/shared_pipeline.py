@@ -12,9 +12,9 @@ import torch
 from anyaccel.backends.device_type_checks import is_host
 from anyaccel.forward_overrides import Slot, get_override, remove_override, set_override
 from anyaccel.runtime.introspection import find_models
+from anyaccel.runtime.module_fingerprint import ModuleFingerprint
 from anyaccel.runtime.placement_state import Placement, find_placement
 from anyaccel.runtime.speed.graph_capture import GraphCapture
-from anyaccel.runtime.speed.module_fingerprint import ModuleFingerprint
 from anyaccel.runtime.workarounds.nan_check import RecordEvent
 from anyaccel.server.batching.batched_args import CallArgs
 from anyaccel.server.batching.batched_forward import BatchedForward

@@ -1,4 +1,4 @@
-"""Memory traces run a pipeline once more, so they must not run code of the user."""
+"""Code of the user runs as often as in diffusers: not in memory traces, which run a pipeline once more."""
 
 import copy
 import functools
@@ -23,8 +23,8 @@ from transformers.models.clip import modeling_clip
 import anyaccel
 from anyaccel.planning.kernel_workspace import Workspace
 from anyaccel.recipes import recipes, run
+from anyaccel.runtime.library_code import find_user_code_in_call, find_user_code_in_model, is_library_code
 from anyaccel.runtime.placement import memory_plan
-from anyaccel.runtime.placement.traced_code import find_user_code
 from anyaccel.tracing.meta_clone import clone_pipeline
 from anyaccel.tracing.pipeline_trace import PipelineTrace
 from tests.conftest import NEEDS_RECIPES
@@ -134,20 +134,81 @@ def stock() -> Any:
 @pytest.mark.parametrize("expected", EDITS)
 def test_user_code_is_found(stock: Any, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = copy.deepcopy(stock)
-    assert find_user_code(pipe, recipes()["stable-diffusion"].call()) == ""
+    assert find_user_code_in_call(pipe, recipes()["stable-diffusion"].call()) == ""
     mode = EDITS[expected](pipe, monkeypatch)
     if isinstance(mode, Mode | FlopCounterMode):
         with mode:
-            assert find_user_code(pipe, {}) in (expected, "_FlopCounterMode")
+            assert find_user_code_in_call(pipe, {}) in (expected, "_FlopCounterMode")
     else:
-        assert find_user_code(pipe, {}) == expected.strip()
+        assert find_user_code_in_call(pipe, {}) == expected.strip()
+
+
+class Pretender:
+    """An object of the user that raises if its `__class__` is read."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        raise RuntimeError("this property must not run")
+
+
+class PartialOfTheUser(functools.partial[Any]):
+    """A kind of partial function of the user."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda: None, Tokenizer, Tokenizer(), PartialOfTheUser(len), functools.partial(lambda: None),
+        property(torch.Tensor.size, lambda self, value: None), classmethod(lambda cls: None), mock.MagicMock(),
+        functools.cache(lambda: None), torch.no_grad()(lambda: None),
+    ],
+)  # fmt: skip
+def test_values_of_the_user_are_not_library_code(value: Any) -> None:
+    assert not is_library_code(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        1, None, [], torch.ones(1), torch, torch.cat, torch.Tensor, torch.Tensor.add, torch.nn.Linear.forward,
+        functools.partial(torch.cat, dim=1), torch.no_grad()(torch.nn.Linear.forward), [].append, len,
+    ],
+)  # fmt: skip
+def test_values_of_libraries_are_library_code(value: Any) -> None:
+    assert is_library_code(value)
+
+
+def test_properties_of_objects_of_the_user_do_not_run() -> None:
+    assert not is_library_code(Pretender())
+
+
+def test_functions_that_wrap_one_another_are_searched_once() -> None:
+    first, second = torch.no_grad()(torch.nn.Linear.forward), torch.no_grad()(torch.nn.Linear.forward)
+    vars(first)["__wrapped__"], vars(second)["__wrapped__"] = second, first
+    assert is_library_code(first)
+
+
+def test_user_code_in_a_model_is_found(stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    unet = copy.deepcopy(stock.unet)
+    assert find_user_code_in_model(unet) == ""
+    _patch_class(monkeypatch, diffusers.models.embeddings, "get_timestep_embedding")
+    assert find_user_code_in_model(unet) == "a patched diffusers.models.embeddings.get_timestep_embedding"
+    monkeypatch.undo()
+    _patch_class(monkeypatch, Attention, "forward")
+    assert find_user_code_in_model(unet) == "a patched Attention.forward"
+    monkeypatch.undo()
+    unet.conv_in._conv_forward = lambda *args: None
+    assert find_user_code_in_model(unet) == "a replaced _conv_forward of Conv2d"
+    del unet.conv_in._conv_forward
+    unet.set_attn_processor(CountingProcessor())
+    assert find_user_code_in_model(unet) == "CountingProcessor"
 
 
 def test_user_code_in_arguments_is_found(stock: Any) -> None:
     library = {"guidance_scale": 2, "sigmas": [1.0], "cross_attention_kwargs": {"scale": 1.0, "x": torch.ones(1)}}
-    assert find_user_code(stock, library) == ""
-    assert find_user_code(stock, {"prompt": "a", "on_done": lambda: None}) == "the argument on_done"
-    assert find_user_code(stock, {"cross_attention_kwargs": {"store": [Tokenizer()]}}) == (
+    assert find_user_code_in_call(stock, library) == ""
+    assert find_user_code_in_call(stock, {"prompt": "a", "on_done": lambda: None}) == "the argument on_done"
+    assert find_user_code_in_call(stock, {"cross_attention_kwargs": {"store": [Tokenizer()]}}) == (
         "the argument cross_attention_kwargs"
     )
 
@@ -155,7 +216,7 @@ def test_user_code_in_arguments_is_found(stock: Any) -> None:
 def test_a_global_hook_is_user_code(stock: Any) -> None:
     handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
     try:
-        assert find_user_code(stock, {}) == "a global hook"
+        assert find_user_code_in_call(stock, {}) == "a global hook"
     finally:
         handle.remove()
 
@@ -239,7 +300,7 @@ def test_lists_of_the_pipeline_are_not_shared_with_its_copy(stock: Any) -> None:
 def test_a_call_that_fits_easily_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search takes as long as many calls of a tiny pipeline."""
     search = mock.Mock(return_value="")
-    monkeypatch.setattr(memory_plan, "find_user_code", search)
+    monkeypatch.setattr(memory_plan, "find_user_code_in_call", search)
     pipe = anyaccel.place(make(), "cpu", dtype="float32")
     run(recipes()["stable-diffusion"], pipe)
     search.assert_not_called()
