@@ -113,6 +113,10 @@ def _find_chain(module: torch.nn.Module) -> _Chain | None:
     return chain if isinstance(chain, _Chain) and chain.module() is module else None
 
 
+def _has_foreign_chain(module: torch.nn.Module) -> bool:
+    return _find_chain(module) is None and isinstance(vars(module).get(OVERRIDES_KEY), _Chain)
+
+
 def _get_module(reference: weakref.ref[torch.nn.Module]) -> torch.nn.Module:
     module = reference()
     if module is None:
@@ -248,11 +252,12 @@ def _install(module: torch.nn.Module, chain: _Chain) -> None:
     """Set a module's `forward` to a `ForwardOverrides` object that runs the given overrides."""
     forward = vars(module).get("forward")
     if isinstance(forward, ForwardOverrides):
-        if forward._module() is not module:  # copied with the `__dict__` of another module
+        # Copied with the `__dict__` of another module, and not assigned as in `module.forward = other.forward`.
+        if forward._module() is not module and _has_foreign_chain(module):
             forward = forward.beneath
     elif isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward:
         forward = None  # a hook restored the forward of the class
-    if not isinstance(forward, ForwardOverrides):
+    if not isinstance(forward, ForwardOverrides) or forward._module() is not module:
         forward = vars(module)["forward"] = ForwardOverrides(module, forward, chain)
     forward._chain = chain
     chain.top = weakref.ref(forward)

@@ -11,6 +11,7 @@ import torch
 
 from anyaccel.call_limits import SIDES, read_seeds, to_integer
 from anyaccel.errors import UsageError
+from anyaccel.runtime.keyword_use import reads_keyword
 from anyaccel.runtime.library_code import find_source, is_library
 
 __all__ = ["CallRequest", "bucket_of", "read_call_request", "shape_of"]
@@ -85,7 +86,7 @@ def read_call_request(
     """
     kwargs, signature = dict(kwargs), inspect.signature(call)
     # Some pipelines have a `seed` argument of their own.
-    seed = None if "seed" in signature.parameters else kwargs.pop("seed", None)
+    seed = None if "seed" not in kwargs or reads_keyword(call, "seed") else kwargs.pop("seed")
     try:
         bound = signature.bind(pipe, *args, **kwargs)
     except TypeError as error:
@@ -96,7 +97,8 @@ def read_call_request(
     arguments, accepts, positional = _read_arguments(pipe, signature, bound)
     positional = positional or tuple(arguments)[: len(args)]  # a decorator of the user may read or change them
     accepts |= _block_inputs(pipe)
-    integers = {name: to_integer(arguments.get(name)) for name in _INTEGERS}
+    # A `__call__` of the user gets its arguments as they are.
+    integers = {name: to_integer(arguments.get(name)) for name in _INTEGERS if is_library(find_source(call))}
     arguments.update({name: value for name, value in integers.items() if value is not None})
     name = type(pipe).__name__
     prompts = 1 if name in _PROMPTS_OF_ONE_VIDEO else _count_prompts(arguments, accepts)

@@ -9,10 +9,11 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import CodeType
+from typing import Any
 
 from anyaccel.upstream.torch_internals import unwrap_no_grad
 
-__all__ = ["find_unused_keywords", "list_parameters"]
+__all__ = ["find_unused_keywords", "list_parameters", "reads_keyword"]
 
 _READ_METHODS = ("get", "pop", "setdefault")
 
@@ -25,6 +26,8 @@ class _KeywordUse:
     """Names that the function reads, for example with `kwargs.pop("callback", None)`."""
     passed_to_super: bool
     """Whether `**kwargs` is passed to `super().__call__`."""
+    other_use: bool
+    """Whether it is used in another way, so the names may be incomplete."""
 
 
 def find_unused_keywords(pipeline_class: type, names: Iterable[str]) -> list[str]:
@@ -33,6 +36,15 @@ def find_unused_keywords(pipeline_class: type, names: Iterable[str]) -> list[str
     A name is not returned if it is unknown whether the pipeline reads it.
     """
     return [name for name in names if not _may_use(pipeline_class.__mro__, name)]
+
+
+def reads_keyword(function: Any, name: str) -> bool:
+    """Return whether a function has a parameter of this name or reads it from its `**kwargs`."""
+    if name in inspect.signature(function).parameters:
+        return True
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    use = _read_keyword_use(code) if code is not None and code.co_flags & inspect.CO_VARKEYWORDS else None
+    return use is not None and name in use.names
 
 
 def list_parameters(pipeline_class: type) -> list[str]:
@@ -59,7 +71,7 @@ def _may_use(classes: tuple[type, ...], name: str) -> bool:
     if name in parameters or not code.co_flags & inspect.CO_VARKEYWORDS:
         return True
     use = _read_keyword_use(code)
-    if use is None or name in use.names:
+    if use is None or use.other_use or name in use.names:
         return True
     return use.passed_to_super and _may_use(classes[index + 1 :], name)
 
@@ -82,7 +94,7 @@ def _read_keyword_use(code: CodeType) -> _KeywordUse | None:
     reader = _KeywordReader(function.args.kwarg.arg)
     for statement in function.body:
         reader.visit(statement)
-    return None if reader.other_use else _KeywordUse(frozenset(reader.names), reader.passed_to_super)
+    return _KeywordUse(frozenset(reader.names), reader.passed_to_super, reader.other_use)
 
 
 class _KeywordReader(ast.NodeVisitor):

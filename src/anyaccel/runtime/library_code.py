@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -198,7 +199,7 @@ def find_user_code_in_model(module: torch.nn.Module) -> str:
         for name, value in vars(layer).items():
             if not callable(value) or isinstance(value, torch.nn.Module | ForwardOverrides) or name == OVERRIDES_KEY:
                 continue
-            if callable(getattr(type(layer), name, None)) and not is_library_code(value):
+            if not is_library_code(value):  # also of an attribute like `nonlinearity`, which holds a function
                 return f"a replaced {name} of {type(layer).__name__}"
     backends = read_attention_backends()
     names = [str(name) for name, function in backends.items() if not is_library_code(function)]
@@ -227,11 +228,18 @@ def _find_patched_code(module: torch.nn.Module) -> str:
 def _list_patches(owner: Any, *, code_only: bool = False) -> Iterator[str]:
     """Yield descriptions of the values in a class or Python module that come from the user.
 
-    With `code_only`, include only values that run code, and of the special methods only `__call__`.
+    With `code_only`, do not include special methods other than `__call__`.
     """
     for name, value in list(vars(owner).items()):
-        is_special = name.startswith("__") and name != "__call__"
-        if code_only and (is_special or not (callable(value) or hasattr(type(value), "__get__"))):
+        if code_only and name.startswith("__") and name != "__call__":
             continue
-        if not is_library_code(value):
+        if not is_library_code(value) or _is_users_module(value):
             yield f"a patched {owner.__name__}.{name}"
+
+
+def _is_users_module(value: Any) -> bool:
+    """Return whether a value is a Python module that is neither part of Python nor installed with pip."""
+    if not isinstance(value, ModuleType) or is_library(value.__name__):
+        return False
+    parts = Path(getattr(value, "__file__", None) or "").parts
+    return not {"site-packages", "dist-packages"}.intersection(parts)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import torch
 
 from anyaccel.backends.device_functions import dtype_name, dtype_of
 from anyaccel.embedded.model import NAME
@@ -61,12 +60,9 @@ def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], PlacementOpt
     if options.get("use_safetensors") is None:
         # The default of diffusers is to fall back to pickles, which can run code.
         options["use_safetensors"] = True
-    # diffusers does not cast models that are passed, such as a VAE in float32 for a pipeline in bfloat16.
-    passes_models = any(isinstance(value, torch.nn.Module) for value in options.values())
-    if isinstance(requested, dict) or (requested is not None and passes_models):
-        return options, PlacementOptions(keep_dtypes=True)
-    chosen = str(requested).removeprefix("torch.") if isinstance(requested, torch.dtype) else None
-    return options, PlacementOptions(dtype=chosen)
+    # The loaded models have the requested dtypes already. A later `to` must not cast a model that was passed in another
+    # dtype, such as a VAE in float32, or that the user has cast or replaced since.
+    return options, PlacementOptions(keep_dtypes=requested is not None)
 
 
 def _find_single_file_loader(kind: Any, options: dict[str, Any]) -> Callable[..., Any]:

@@ -27,7 +27,7 @@ from anyaccel.runtime.call.warmup import warm_up
 from anyaccel.runtime.introspection import find_models, plain_class
 from anyaccel.runtime.loading import derive_pipeline, keep_dtype, load_pipeline
 from anyaccel.runtime.own_methods import call_own_to, find_own_methods, read_to_arguments
-from anyaccel.runtime.placement.inherit import adopt_before_move, adopt_placement
+from anyaccel.runtime.placement.inherit import adopt_before_move, adopt_placement, place_copy
 from anyaccel.runtime.placement.oom_retry import remove_offload_hooks, weights_on_cpu
 from anyaccel.runtime.placement.place import attach_placement, place_pipeline, plan_pipeline, replan, resolve_device
 from anyaccel.runtime.placement_state import (
@@ -213,7 +213,9 @@ class Portable(VendorAliases):
             # Registered before its attributes are copied, because one of them may refer to the pipeline.
             copied = memo[id(self)] = _create(self._plain_class)
             copied.__setstate__(copy.deepcopy(self._read_state(), memo))
-        return copied.to(placement.opened.torch_device) if placement is not None and offloaded else copied
+        if placement is not None and offloaded:
+            place_copy(copied, placement)
+        return copied
 
     def __copy__(self) -> Any:
         """Return a pipeline with the same components; it follows their placement."""
@@ -286,6 +288,8 @@ def portable_class(kind: Any) -> type:
         content["__call__"] = _wrap_call(kind)
     content |= {name: _with_weights(kind, name) for name in _WEIGHT_METHODS if hasattr(kind, name)}
     content |= find_own_methods(kind, first)
+    # `type(pipe).from_pretrained` loads as in diffusers: a program that reloads a pipeline did not choose this package.
+    content |= {name: getattr(kind, name) for name in ("from_pretrained", "from_single_file") if hasattr(kind, name)}
     # Not `type(kind)(…)`: a metaclass of the user would register the class or require arguments.
     return type.__new__(type(kind), kind.__name__, (first, kind), content)  # type: ignore[no-any-return]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +46,8 @@ _KEY = "_anyaccel_placement"
 _OPTIONS = "_anyaccel_options"
 _OFFLOADING = "_anyaccel_offloading"
 _DEFERRED = "_anyaccel_deferred"
+# All placements by their id, for forked processes.
+_PLACEMENTS: weakref.WeakValueDictionary[int, Placement] = weakref.WeakValueDictionary()
 
 
 @dataclass
@@ -96,6 +100,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         self.call_plan = self.call_plan or self.plan
+        _PLACEMENTS[id(self)] = self
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "plan" and "plan" in vars(self):
@@ -122,6 +127,18 @@ class Placement:
         recovered = self.report.float32_models.value if self.report.float32_models else ()
         planned = dict(self.plan.component_dtypes.value)
         return {**planned, **self.own_dtypes, **dict.fromkeys(recovered, "float32")}
+
+
+def _release_locks() -> None:
+    """In a forked child, end the calls that ran in other threads: these threads do not exist there."""
+    for placement in _PLACEMENTS.values():
+        # Not of a call in this thread, which continues in the child: a callback may fork.
+        if not placement.lock._is_owned():  # type: ignore[attr-defined]
+            placement.lock, placement.running = threading.RLock(), False
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_release_locks)
 
 
 @dataclass(frozen=True)
@@ -228,4 +245,9 @@ def forget_placement(state: dict[str, Any]) -> dict[str, Any]:
     # The placement has locks, weak references and an open device, which belong to this process.
     remaining = {name: value for name, value in state.items() if name not in (_KEY, _DEFERRED)}
     placement = state.get(_KEY)
-    return {**remaining, _OPTIONS: placement.options} if isinstance(placement, Placement) else remaining
+    if not isinstance(placement, Placement):
+        return remaining
+    options = placement.options
+    if options.dtype is not None:  # the models have it already; a later `to` must not undo the casts of the user
+        options = replace(options, dtype=None, keep_dtypes=True)
+    return {**remaining, _OPTIONS: options}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,8 @@ from anyaccel.runtime.call.validation import validate_call, warn_unused_argument
 from anyaccel.runtime.call_request import CallRequest, read_call_request
 from anyaccel.runtime.distributed.parallel import run_split, share_noise
 from anyaccel.runtime.introspection import find_components
+from anyaccel.runtime.keyword_use import reads_keyword
+from anyaccel.runtime.library_code import find_user_code_in_call
 from anyaccel.runtime.placement.float32_weights import read_float32_weights, restore_float32_weights
 from anyaccel.runtime.placement.inherit import follow_models
 from anyaccel.runtime.placement.oom_retry import run_within_memory, weights_on_cpu
@@ -75,7 +76,7 @@ def run_call(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...],
 
 def _remove_seed(call: Call, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call inside another call of the same pipeline; raise if they have a seed."""
-    if "seed" in inspect.signature(call).parameters:
+    if "seed" not in kwargs or reads_keyword(call, "seed"):
         return kwargs
     seed = kwargs.get("seed")
     if seed is not None:
@@ -144,11 +145,15 @@ def _split_batch(pipe: Any, placement: Placement, request: CallRequest, images_p
         yield
 
 
+# diffusers cuts off the padding of a prompt only in a batch of one (`mask_text_embeddings` in diffusers 0.42).
+_EMBEDS_BY_BATCH = ("LattePipeline",)
+
+
 def _run_images(placement: Placement, request: CallRequest, run: Callable[[CallRequest], Any]) -> Any:
     """Run images with seeds together if each of them gets only noise of its own seed, otherwise one by one."""
     if len(request.seeds) < 2:
         return run(request)
-    if not placement.seeds_run_singly:
+    if not placement.seeds_run_singly and request.pipeline not in _EMBEDS_BY_BATCH:
         together = repeat_input_images(request)
         try:
             return run(together)
@@ -232,10 +237,13 @@ class _CallRun:
         return result
 
     def _may_be_repaired(self, names: list[str]) -> bool:
-        """Return whether a callback or a hook of the user can have replaced NaN and Inf in the models' outputs."""
-        if any("callback" in name and value is not None for name, value in self.request.arguments.items()):
+        """Return whether code of the user can have replaced NaN and Inf in the models' outputs."""
+        arguments = self.request.arguments
+        if any("callback" in name and value is not None for name, value in arguments.items()):
             return True
-        return any(read_hook_tables(self.components[name])[0] for name in names if name in self.components)
+        if any(read_hook_tables(self.components[name])[0] for name in names if name in self.components):
+            return True
+        return bool(find_user_code_in_call(self.pipe, arguments))
 
     def _run_once(self) -> tuple[Any, OutputCheck]:
         request, source = self.noise.start(self.request)

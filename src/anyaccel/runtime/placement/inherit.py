@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from anyaccel.runtime.placement_state import (
     store_options,
 )
 
-__all__ = ["adopt_before_move", "adopt_placement", "follow_models"]
+__all__ = ["adopt_before_move", "adopt_placement", "follow_models", "place_copy"]
 
 
 def adopt_placement(pipe: Any) -> None:
@@ -37,7 +38,7 @@ def adopt_placement(pipe: Any) -> None:
     if not records:
         return
     _check_same_device(records)
-    _attach_inherited(pipe, _choose_record(pipe, records))
+    _attach_inherited(pipe, _choose_record(pipe, records), records)
     if len(records) < len(models):
         pipe.place_with_plan(None, {})
 
@@ -53,7 +54,7 @@ def adopt_before_move(pipe: Any) -> None:
     if not records:
         return
     if len({_key(record.opened, record.plan)[:2] for record in records.values()}) == 1:
-        _attach_inherited(pipe, _choose_record(pipe, records))
+        _attach_inherited(pipe, _choose_record(pipe, records), records)
         return
     store_options(pipe, _choose_record(pipe, records).options)
     if any(record.residence != "resident" for record in records.values()):
@@ -88,6 +89,13 @@ def follow_models(pipe: Any, placement: Placement) -> Placement:
     return adopted
 
 
+def place_copy(pipe: Any, source: Placement) -> None:
+    """Place a deep copy of a pipeline on the device of the original; its models keep their dtypes."""
+    record = PlacedModel(source.opened, source.plan, source.options, None, weakref.ref(source))
+    _attach_inherited(pipe, record, find_models(pipe))
+    pipe.to(source.opened.torch_device)
+
+
 def _find_records(models: Mapping[str, Any]) -> dict[str, PlacedModel]:
     records = {name: find_placed_model(model) for name, model in models.items()}
     return {name: record for name, record in records.items() if record is not None}
@@ -113,7 +121,8 @@ def _choose_record(pipe: Any, records: dict[str, PlacedModel]) -> PlacedModel:
     return records[names[0]] if names else next(iter(records.values()))
 
 
-def _attach_inherited(pipe: Any, record: PlacedModel) -> None:
+def _attach_inherited(pipe: Any, record: PlacedModel, placed: Collection[str]) -> None:
+    """Attach the placement of a record; `placed` are the names of the models that were placed before."""
     before = record.plan
     plan = plan_pipeline(pipe, record.opened, replace(record.options, dtype=before.dtype.value), before.dtype)
     plan = replace(plan, component_dtypes=before.component_dtypes, memory=before.memory)
@@ -128,3 +137,7 @@ def _attach_inherited(pipe: Any, record: PlacedModel) -> None:
     resident_or_user = record.residence == "resident" or placement.offloaded_by_user
     placement.residence = record.residence if resident_or_user else None
     attach_placement(pipe, placement, inherited=True)
+    placement.placed = {name: model for name, model in placement.placed.items() if name in placed}
+    if source is not None:  # the dtypes of models that the user has cast or replaced since
+        placement.placed_dtypes |= {name: dtype for name, dtype in source.placed_dtypes.items() if name in placed}
+        placement.own_dtypes |= {name: dtype for name, dtype in source.own_dtypes.items() if name in placed}

@@ -11,6 +11,7 @@ import ctypes
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import IO, Any
 
 import torch
@@ -34,12 +35,14 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 def map_weights(models: Iterable[torch.nn.Module]) -> None:
     """Write the parameters of models to a temporary file and replace their data with mapped tensors.
 
-    The parameters stay the same objects, and those that share memory still do. Parameters that are mapped already, are
-    not on the CPU, or are quantized, and buffers, stay as they are.
+    The parameters stay the same objects, and those that share memory still do. Buffers stay as they are, and parameters
+    that are mapped already, are not on the CPU, are quantized, or share memory with a buffer.
     """
-    parameters = dict.fromkeys(parameter for model in models for parameter in model.parameters())
+    models = list(models)
+    tensors = dict.fromkeys(chain.from_iterable((*model.parameters(), *model.buffers()) for model in models))
     with torch.inference_mode(False), torch.no_grad():
-        blocks = _group_by_memory([parameter for parameter in parameters if _can_be_mapped(parameter)])
+        blocks = _group_by_memory([tensor for tensor in tensors if _can_be_mapped(tensor)])
+        blocks = [block for block in blocks if all(isinstance(tensor, torch.nn.Parameter) for tensor in block.values)]
         while blocks:
             _map_blocks(blocks)
 
@@ -75,12 +78,12 @@ class _Block:
     start: int
     end: int
     """The address after the last byte."""
-    values: dict[torch.nn.Parameter, torch.Tensor]
-    """The data of each parameter."""
+    values: dict[torch.Tensor, torch.Tensor]
+    """The data of each parameter or buffer."""
 
 
-def _group_by_memory(parameters: list[torch.nn.Parameter]) -> list[_Block]:
-    """Return one block for each parameter, or for several of them that overlap."""
+def _group_by_memory(parameters: list[torch.Tensor]) -> list[_Block]:
+    """Return one block for each parameter or buffer, or for several of them that overlap."""
     blocks: list[_Block] = []
     for parameter in sorted(parameters, key=torch.Tensor.data_ptr):
         value = parameter.detach()
