@@ -65,8 +65,9 @@ def find_maker(name: str) -> Callable[[], Any]:
     return make_small if name == "stable-diffusion" else recipes()[name].make
 
 
+# test_report_contains_a_repeated_failure runs the UNet eagerly.
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["stable-diffusion", "wan"])
+@pytest.mark.parametrize("name", ["wan", pytest.param("stable-diffusion", marks=pytest.mark.slow)])
 def test_pipeline_runs_eagerly_if_compilation_fails(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
