@@ -1,7 +1,9 @@
 """The documentation shows real output, and its Python code runs."""
 
+import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,12 @@ pytestmark = NEEDS_RECIPES
 
 
 @pytest.fixture(scope="module", autouse=True)
-def libraries() -> None:
+def libraries() -> Iterator[None]:
+    logger = logging.getLogger("transformers")
+    level = logger.level
     import_libraries()
+    yield
+    logger.setLevel(level)  # import_libraries changes it, and tests of log messages run in the same process
 
 
 def run_page_in_a_new_process(page: Path) -> str:

@@ -336,7 +336,8 @@ def test_neuron_compile_has_the_signature_of_the_pull_request() -> None:
     assert kinds[1:] == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
 
 
-@pytest.mark.long
+# tests/runtime/speed/test_compile.py shows the same with a smaller pipeline, in several tests.
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler_imported")
 def test_neuron_warmup_compiles_a_size_once_and_a_second_process_reuses_it(
     models: dict[str, str], tmp_path: Path

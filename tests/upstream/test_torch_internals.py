@@ -193,6 +193,15 @@ def test_push_and_pop_function_mode() -> None:
     assert stack.read_function_modes() == []
 
 
+def test_skip_function_modes() -> None:
+    class Fail(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError("the mode must not run")
+
+    with Fail(), internals.skip_function_modes():
+        assert torch.ones(2).sum().item() == 2
+
+
 def test_read_version_counts_in_place_writes() -> None:
     tensor = torch.zeros(2)
     before = internals.read_version(tensor)

@@ -73,6 +73,7 @@ __all__ = [
     "refresh_factories",
     "register_device_module",
     "scaled_mm",
+    "skip_function_modes",
     "skip_subclass_functions",
     "tree_flatten",
     "tree_map",
@@ -281,6 +282,8 @@ PlainGenerator = torch._C.Generator
 disable_torch_function: Any = torch._C._disabled_torch_function_impl
 # Context manager in which `__torch_function__` of tensor subclasses does not run (documented under this name).
 skip_subclass_functions: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+# The same, in which function modes do not run either (documented in torch/overrides.py).
+skip_function_modes: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
 
 
 def find_rebuild(is_parameter: bool) -> Callable[..., Any]:

@@ -23,6 +23,9 @@ from anyaccel.recipes import recipes, run
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.placement import oom_history
 from tests.runtime.placement.sweeps import TOLERANCE, silence_output
+from tests.runtime.speed.small_pipelines import make_small
+
+pytestmark = pytest.mark.usefixtures("pipelines_imported")
 
 NAME = "stable-diffusion"
 OFFLOADED = [
@@ -34,7 +37,7 @@ OFFLOADED = [
 
 
 def make() -> Any:
-    return recipes()[NAME].make()
+    return make_small(NAME)
 
 
 def generate(pipe: Any) -> Any:
@@ -49,7 +52,7 @@ def difference(first: Any, second: Any) -> float:
 def test_an_offloaded_pipeline_supports_all_operations(device: str, residence: str, tmp_path: Path) -> None:
     def use(accelerator: VirtualAccelerator) -> None:
         silence_output()
-        pipe = place(recipes()[NAME].make(), device, dtype="float32", memory=residence)
+        pipe = place(make(), device, dtype="float32", memory=residence)
         before = generate(pipe)
 
         pipe.save_pretrained(tmp_path)
@@ -103,7 +106,7 @@ MODES = [
     ("cpu", "phase"),
     ("mps", "phase"),
     pytest.param("mps", "layer", marks=pytest.mark.long),
-    pytest.param("hpu", "component", marks=pytest.mark.long),
+    pytest.param("hpu", "component", marks=pytest.mark.slow),  # the code of "phase", without files
     pytest.param("cpu", "layer", marks=pytest.mark.slow),
     pytest.param("hpu", "layer", marks=pytest.mark.slow),
     pytest.param("hpu", "phase", marks=pytest.mark.slow),
@@ -249,7 +252,7 @@ def test_an_adapter_is_loaded_into_an_offloaded_pipeline(device: str, residence:
         adapted = make()
         adapted.unet.add_adapter(config)
         weights = {f"unet.{key}": value for key, value in peft.get_peft_model_state_dict(adapted.unet).items()}
-        pipe = place(recipes()[NAME].make(), device, dtype="float32", memory=residence)
+        pipe = place(make(), device, dtype="float32", memory=residence)
         before = generate(pipe)
         pipe.load_lora_weights(weights)
         assert difference(generate(pipe), before) > TOLERANCE
@@ -301,7 +304,7 @@ def test_hooks_and_layers_of_the_user_are_kept(device: str, residence: str) -> N
         images = []
         for is_placed in (False, True):
             pipe = make()
-            add_hook_to_module(pipe.unet.mid_block, Brighten())
+            add_hook_to_module(pipe.unet.up_blocks[0], Brighten())
             add_hook_to_module(pipe.vae, Brighten())
             if residence == "component":
                 pipe.unet.conv_out = Table(pipe.unet.conv_out)

@@ -32,6 +32,7 @@ from tests.runtime.placement.sweeps import (
     raise_from_device,
     sweep_capacities,
 )
+from tests.runtime.speed.small_pipelines import make_small
 
 pytestmark = pytest.mark.usefixtures("pipelines_imported")
 
@@ -196,7 +197,7 @@ def test_rules_that_split_the_batch_are_skipped_if_the_models_cannot_be_split() 
 def test_a_failed_call_does_not_leak_memory() -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[int, int, str]:
         silence_output()
-        pipe = place(recipes()["stable-diffusion"].make(), "hpu", dtype="float32")
+        pipe = place(make_small(), "hpu", dtype="float32")
         gc.collect()
         before = anyaccel.memory("hpu").used_bytes
         message = ""
@@ -424,8 +425,8 @@ def test_a_pipeline_changes_from_any_residence_to_another() -> None:
     def use(accelerator: VirtualAccelerator) -> list[float]:
         silence_output()
         recipe = recipes()["stable-diffusion"]
-        reference = run(recipe, recipe.make())
-        pipe = place(recipe.make(), "hpu", dtype="float32")
+        reference = run(recipe, make_small())
+        pipe = place(make_small(), "hpu", dtype="float32")
         differences = []
         for residence in ("component", "layer", "phase", "resident", "layer"):
             pipe.to("hpu", memory=residence)

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import diffusers
 import torch
 
 from anyaccel.recipes import recipes
 
-__all__ = ["Blocks", "make_small", "shrink"]
+__all__ = ["Blocks", "make_small", "shrink", "shrink_autoencoder"]
 
 
 class Blocks(torch.nn.Module):
@@ -27,9 +26,11 @@ class Blocks(torch.nn.Module):
 
 
 def make_small(name: str = "stable-diffusion") -> Any:
-    """Return a plain diffusers pipeline with a smaller UNet."""
+    """Return a plain diffusers pipeline with a smaller UNet and autoencoder."""
     pipe: Any = recipes()[name].make()
     pipe.unet = shrink(pipe.unet)
+    pipe.vae = shrink_autoencoder(pipe.vae)
+    pipe.vae_scale_factor = 1
     return pipe
 
 
@@ -41,7 +42,21 @@ def shrink(unet: Any) -> Any:
         "mid_block_type": None,
         "block_out_channels": (8,),
     }
-    unet_class: Any = diffusers.UNet2DConditionModel
+    return _make(unet, smaller)
+
+
+def shrink_autoencoder(vae: Any) -> Any:
+    """Return an image autoencoder with one level, so that the latents are as large as the image."""
+    smaller = {
+        "down_block_types": ("DownEncoderBlock2D",),
+        "up_block_types": ("UpDecoderBlock2D",),
+        "block_out_channels": (8,),
+    }
+    return _make(vae, smaller)
+
+
+def _make(model: Any, changes: dict[str, Any]) -> Any:
+    """Return a new model with the configuration of another one and some changes."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(20)
-        return unet_class.from_config({**unet.config, **smaller}).eval()
+        return type(model).from_config({**model.config, **changes}).eval()

@@ -48,9 +48,16 @@ def fail(graph: Any, inputs: Any) -> Any:
     raise RuntimeError("this backend compiles nothing")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_compiled_code() -> Iterator[None]:
+    """Share compiled code between these tests, because tracing a UNet takes seconds, but not with other files."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 def use_backend(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
     monkeypatch.setattr(compile_module, "_find_backend", lambda *args, **options: backend)
-    torch._dynamo.reset()
 
 
 def find_maker(name: str) -> Callable[[], Any]:
@@ -58,8 +65,9 @@ def find_maker(name: str) -> Callable[[], Any]:
     return make_small if name == "stable-diffusion" else recipes()[name].make
 
 
+# test_report_contains_a_repeated_failure runs the UNet eagerly.
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["stable-diffusion", "wan"])
+@pytest.mark.parametrize("name", ["wan", pytest.param("stable-diffusion", marks=pytest.mark.slow)])
 def test_pipeline_runs_eagerly_if_compilation_fails(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -211,9 +219,9 @@ def test_an_error_of_the_user_does_not_run_the_model_again() -> None:
             pipe(**recipe.call())
         return len(processor.means)
 
-    placed = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=False)
+    placed = anyaccel.place(make_small(), "cpu", dtype="float32", compile=False)
     compile_forward(placed.unet, "unet", {"backend": "eager"})
-    assert count(placed) == count(recipe.make()) == 2
+    assert count(placed) == count(make_small()) == 2
     compiled = find_compiled(placed.unet)
     assert compiled is not None
     assert not compiled.failure
@@ -233,8 +241,8 @@ def test_a_callback_can_patch_functions_of_a_compiled_model(monkeypatch: pytest.
         finally:
             monkeypatch.undo()
 
-    expected = call(recipe.make())
-    placed = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=False)
+    expected = call(make_small())
+    placed = anyaccel.place(make_small(), "cpu", dtype="float32", compile=False)
     compile_forward(placed.unet, "unet", {"backend": "eager"})
     assert numpy.abs(call(placed) - expected).max() < 1e-4
 

@@ -17,6 +17,7 @@ from anyaccel.runtime.speed import compile as compile_module
 from anyaccel.runtime.speed.compiled_model_workarounds import GraphWorkarounds, read_graph_workarounds
 from anyaccel.runtime.workarounds import sliced_attention
 from tests.conftest import NEEDS_RECIPES
+from tests.runtime.speed.small_pipelines import make_small
 
 pytestmark = pytest.mark.usefixtures("pipelines_imported", "compiler_imported")
 
@@ -51,8 +52,8 @@ def test_compiled_pipeline_slices_attention_as_planned(monkeypatch: pytest.Monke
     monkeypatch.setattr(sliced_attention, "attend_in_slices", count)
     torch._dynamo.reset()
     recipe = recipes()["stable-diffusion"]
-    expected = run(recipe, recipe.make())
-    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", attention_slicing=1, compile=True)
+    expected = run(recipe, make_small())
+    pipe: Any = anyaccel.place(make_small(), "cpu", dtype="float32", attention_slicing=1, compile=True)
     numpy.testing.assert_allclose(run(recipe, pipe), expected, atol=1e-4)
     assert "unet" in pipe.plan.report.compiled_models.value
     assert pipe.plan.report.not_compiled is None
@@ -62,8 +63,17 @@ def test_compiled_pipeline_slices_attention_as_planned(monkeypatch: pytest.Monke
 
 @pytest.mark.long
 @torch.no_grad()
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("rule", [AttentionRule(max_scores=40), AttentionRule(heads="max"), AttentionRule(heads=2)])
+@pytest.mark.parametrize(
+    ("rule", "dynamic"),
+    [
+        (AttentionRule(max_scores=40), False),
+        (AttentionRule(max_scores=40), True),
+        (AttentionRule(heads="max"), False),
+        (AttentionRule(heads=2), False),
+        pytest.param(AttentionRule(heads="max"), True, marks=pytest.mark.slow),
+        pytest.param(AttentionRule(heads=2), True, marks=pytest.mark.slow),
+    ],
+)
 def test_attention_in_a_graph_is_sliced(rule: AttentionRule, dynamic: bool) -> None:
     def attend(query: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return scaled_dot_product_attention(query, query, query, attn_mask=mask) + 1

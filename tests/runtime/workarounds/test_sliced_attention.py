@@ -200,7 +200,10 @@ def lower_limit(accelerator: VirtualAccelerator, scores: int) -> None:
     register_virtual(sheet, accelerator.count)
 
 
-PIPELINES = ("stable-diffusion", "stable-diffusion-xl", "flux", "stable-diffusion-3")
+PIPELINES = (
+    ("stable-diffusion", "flux"),
+    pytest.param(("stable-diffusion-xl", "stable-diffusion-3"), marks=pytest.mark.slow),
+)
 
 
 def find_faults(accelerator: VirtualAccelerator) -> list[str]:
@@ -210,14 +213,15 @@ def find_faults(accelerator: VirtualAccelerator) -> list[str]:
 
 @pytest.mark.long
 @NEEDS_RECIPES
-def test_plan_slices_attention_that_would_be_wrong() -> None:
+@pytest.mark.parametrize("names", PIPELINES, ids=", ".join)
+def test_plan_slices_attention_that_would_be_wrong(names: tuple[str, ...]) -> None:
     """With a limit that the tiny models exceed in plain diffusers."""
 
     def use(accelerator: VirtualAccelerator) -> dict[str, tuple[int, list[str], float, int]]:
         warnings.simplefilter("ignore")
         seen = {}
         lower_limit(accelerator, 600)
-        for name in PIPELINES:
+        for name in names:
             pipe: Any = recipes()[name].make()
             with Recorder() as before:
                 expected = run(recipes()[name], pipe)
@@ -237,13 +241,14 @@ def test_plan_slices_attention_that_would_be_wrong() -> None:
 
 
 @NEEDS_RECIPES
-def test_requested_slicing_applies_to_every_attention() -> None:
+@pytest.mark.parametrize("names", PIPELINES, ids=", ".join)
+def test_requested_slicing_applies_to_every_attention(names: tuple[str, ...]) -> None:
     """Run one head at a time with "max", also in text encoders and the autoencoder; it can be disabled again."""
 
     def use(accelerator: VirtualAccelerator) -> dict[str, list[tuple[list[str], float, int, int]]]:
         warnings.simplefilter("ignore")
         seen = {}
-        for name in PIPELINES:
+        for name in names:
             pipe: Any = recipes()[name].make()
             expected = run(recipes()[name], pipe)
             placed = anyaccel.place(pipe, accelerator.name, dtype=torch.float32)

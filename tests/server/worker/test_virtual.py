@@ -43,7 +43,12 @@ def expected(folder: Path) -> list[Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("device", "batched", "padded"), [("neuron", True, True), ("hpu", True, None), ("mps", False, None)]
+    ("device", "batched", "padded"),
+    [
+        ("neuron", True, True),
+        ("mps", False, None),
+        pytest.param("hpu", True, None, marks=pytest.mark.slow),  # as neuron, without padding
+    ],
 )
 def test_images_equal_those_of_the_cpu(
     device: str, batched: bool, padded: bool | None, folder: Path, expected: list[Any]

@@ -9,6 +9,8 @@ from itertools import islice
 import numpy
 import torch
 
+from anyaccel.upstream.torch_internals import skip_function_modes
+
 __all__ = ["choose_chunk_size", "compute_checksums"]
 
 # Elements per operation. Products and factors need 16 MiB each. On one H200, checksums take 8 ms per GB, and the copy
@@ -28,18 +30,18 @@ def compute_checksums(tensors: Sequence[torch.Tensor], chunk_size: int) -> list[
     A checksum is the sum of the tensor's 16-bit words, each multiplied by a pseudo-random odd number that depends on
     its position, modulo 2**32. It also changes with permutations, and if the same number is added to all words.
     """
-    factors: dict[torch.device, torch.Tensor] = {}
+    factors = _Factors(chunk_size)
     sums, counts = [], []
-    for tensor in tensors:
-        if tensor.device not in factors:
-            factors[tensor.device] = _make_factors()[:, :chunk_size].to(tensor.device)
-        chunks = _view_words(tensor).split(chunk_size)
-        counts.append(len(chunks))
-        for chunk in chunks:
-            products = chunk * factors[tensor.device][:, : chunk.numel()]
-            sums.append(products.sum(dim=1, dtype=torch.int32).to(tensors[0].device))
-    # One transfer for all tensors: each one waits for the device.
-    pairs = iter(torch.stack(sums).tolist() if sums else [])
+    # Without function modes: these operations do not need them, and a mode takes longer than an operation.
+    with torch.no_grad(), skip_function_modes():
+        for tensor in tensors:
+            words = _view_words(tensor)
+            chunks = words.split(chunk_size) if words.numel() > chunk_size else (words,)
+            counts.append(len(chunks))
+            for chunk in chunks:
+                sums.append((chunk * factors.find(chunk)).sum(dim=1, dtype=torch.int32))
+        # One transfer for all tensors: each one waits for the device.
+        pairs = iter(torch.stack([pair.to(sums[0].device) for pair in sums]).tolist() if sums else [])
     return [[value for pair in islice(pairs, count) for value in pair] for count in counts]
 
 
@@ -48,8 +50,26 @@ def _view_words(tensor: torch.Tensor) -> torch.Tensor:
     # Not 32-bit: a negated float differs by 2**31, so that the sum of an even number of them would not change. 64-bit
     # sums would detect it, but not all devices have 64-bit integers.
     dtype = torch.int16 if tensor.nbytes % 2 == 0 else torch.int8
-    flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return flat.flatten().view(dtype)
+
+
+class _Factors:
+    """The factors of the words, on each device."""
+
+    def __init__(self, chunk_size: int) -> None:
+        self._chunk_size = chunk_size
+        self._all: dict[torch.device, torch.Tensor] = {}
+        self._first: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+    def find(self, chunk: torch.Tensor) -> torch.Tensor:
+        """Return the factors of a chunk's words. Many chunks have the same size."""
+        device, count = chunk.device, chunk.numel()
+        if device not in self._all:
+            self._all[device] = _make_factors()[:, : self._chunk_size].to(device)
+        if (device, count) not in self._first:
+            self._first[device, count] = self._all[device][:, :count]
+        return self._first[device, count]
 
 
 @functools.cache
