@@ -103,8 +103,11 @@ def test_from_pipe_casts_only_on_request() -> None:
 def test_other_components_are_placed_with_a_placed_one(tmp_path: Path) -> None:
     source = anyaccel.place(make(), "cpu", dtype="bf16")
     make().save_pretrained(tmp_path)
-    pipe = LIBRARY.StableDiffusionPipeline.from_pretrained(tmp_path, text_encoder=source.text_encoder)
+    pipe = LIBRARY.StableDiffusionPipeline.from_pretrained(
+        tmp_path, text_encoder=source.text_encoder, dtype=torch.bfloat16
+    )
     assert pipe.plan.device == "cpu:0"
+    assert pipe.unet.dtype == torch.bfloat16  # as loaded
     assert numpy.array_equal(run(pipe), run(pipe))
 
 

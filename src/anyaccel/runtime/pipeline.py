@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, overload
 
@@ -15,7 +15,6 @@ import diffusers
 import torch
 
 from anyaccel.backends.device_functions import dtype_name
-from anyaccel.backends.device_type_checks import is_host
 from anyaccel.errors import UsageError
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.memory import Residence
@@ -42,8 +41,8 @@ from anyaccel.runtime.placement_state import (
     store_options,
 )
 from anyaccel.runtime.speed.compile import compile_components
-from anyaccel.runtime.speed.quantize import check_not_quantized
 from anyaccel.runtime.vendor_method_aliases import VendorAliases
+from anyaccel.runtime.weight_methods import WEIGHT_METHODS, with_weights
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 from anyaccel.upstream.diffusers_hooks import PipelineHooks, install_pipeline_hooks, is_created_by_pipeline
 from anyaccel.upstream.diffusers_internals import has_custom_processors
@@ -59,12 +58,6 @@ __all__ = [
     "place",
 ]
 
-# Methods of diffusers pipelines that read or change weights, so offloaded weights are restored first.
-_WEIGHT_METHODS = (
-    "save_pretrained",
-    *(f"{verb}_{what}" for verb in ("load", "unload") for what in ("lora_weights", "ip_adapter", "textual_inversion")),
-    *(f"{verb}_{what}" for verb in ("fuse", "unfuse") for what in ("lora", "qkv_projections")),
-)
 _THREAD = threading.local()
 
 
@@ -286,7 +279,7 @@ def portable_class(kind: Any) -> type:
     }
     if any("__call__" in vars(base) for base in kind.__mro__):
         content["__call__"] = _wrap_call(kind)
-    content |= {name: _with_weights(kind, name) for name in _WEIGHT_METHODS if hasattr(kind, name)}
+    content |= {name: with_weights(kind, name) for name in WEIGHT_METHODS if hasattr(kind, name)}
     content |= find_own_methods(kind, first)
     # `type(pipe).from_pretrained` loads as in diffusers: a program that reloads a pipeline did not choose this package.
     content |= {name: getattr(kind, name) for name in ("from_pretrained", "from_single_file") if hasattr(kind, name)}
@@ -335,27 +328,6 @@ def _ignoring_to() -> Iterator[None]:
         yield
     finally:
         _THREAD.ignores_to = False
-
-
-def _with_weights(kind: Any, name: str) -> Any:
-    """Wrap a method that reads or changes weights, so offloaded weights are on the CPU during the call.
-
-    New layers are initialized with random numbers of the CPU, as in a call. The wrapper raises
-    `UsageError` if a model is quantized.
-    """
-
-    @functools.wraps(getattr(kind, name))
-    def call_with_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        check_not_quantized(self, name)
-        placement = find_placement(self)
-        with ExitStack() as stack:
-            stack.enter_context(weights_on_cpu(self))
-            if name != "save_pretrained" and placement is not None and not is_host(placement.device):
-                stack.enter_context(make_pipeline_function_mode(placement.plan, placement.device))
-            # Looked up at every call, as in `_wrap_call`.
-            return getattr(kind, name)(self, *args, **kwargs)
-
-    return call_with_weights
 
 
 def _wrap_call(kind: Any) -> Any:

@@ -132,8 +132,9 @@ class Placement:
 def _release_locks() -> None:
     """In a forked child, end the calls that ran in other threads: these threads do not exist there."""
     for placement in _PLACEMENTS.values():
-        # Not of a call in this thread, which continues in the child: a callback may fork.
-        if not placement.lock._is_owned():  # type: ignore[attr-defined]
+        if placement.lock.acquire(blocking=False):  # free, or a call in this thread: a callback may fork
+            placement.lock.release()
+        else:
             placement.lock, placement.running = threading.RLock(), False
 
 

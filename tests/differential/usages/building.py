@@ -414,3 +414,23 @@ def int8_weights_of_the_user(session: Session) -> Any:
     pipe = session.make(place=False)
     pipe.unet.conv_in = Int8Conv(pipe.unet.conv_in)
     return session.run(session.place(pipe))
+
+
+@usage(BUILD)
+def built_with_a_model_in_another_dtype(session: Session) -> Any:
+    """`SomePipeline(**pipe.components)` of a placed pipeline with a new VAE in bfloat16."""
+    source = session.make()
+    vae = copy.deepcopy(source.vae).to(torch.bfloat16)
+    pipe = diffusers.StableDiffusionPipeline(**{**source.components, "vae": vae})
+    pipe.set_progress_bar_config(disable=True)
+    return {"latents": session.run(pipe, output_type="latent"), "dtype": str(pipe.vae.dtype)}
+
+
+@usage(BUILD)
+def cast_model_in_a_deep_copy(session: Session) -> Any:
+    """A deep copy of a pipeline in which a model was cast; on the CPU with `memory="layer"`."""
+    options = {"memory": "layer"} if session.device == "cpu" else {}
+    source = session.place(session.make(place=False), **options)
+    source.vae.to(torch.bfloat16)
+    pipe = copy.deepcopy(source)
+    return {"latents": session.run(pipe, output_type="latent"), "dtype": str(pipe.vae.dtype)}

@@ -498,3 +498,47 @@ def embeddings_from_numpy(session: Session) -> Any:
     return session.run(
         pipe, prompt=None, prompt_embeds=torch.from_numpy(rows[:1]), negative_prompt_embeds=torch.from_numpy(rows[1:])
     )
+
+
+@usage(CALL, skip={"served": "the server sets the generator"})
+def seed_read_from_keywords(session: Session) -> Any:
+    """A subclass that takes `seed` from its `**kwargs`."""
+
+    class Pipeline(diffusers.StableDiffusionPipeline):
+        def __call__(self, prompt: str, **kwargs: Any) -> Any:
+            return super().__call__(prompt, generator=generator(kwargs.pop("seed", 0))(), **kwargs)
+
+    pipe = session.place(Pipeline(**session.make(place=False).components))
+    pipe.set_progress_bar_config(disable=True)
+    return as_array(pipe(**session.arguments(generator=None), seed=7).images)
+
+
+@usage(CALL)
+def nan_repaired_by_a_subclass(session: Session) -> Any:
+    """A subclass that replaces NaN in the prompt embeddings, which the text encoder returns."""
+
+    class Pipeline(diffusers.StableDiffusionPipeline):
+        def encode_prompt(self, *args: Any, **kwargs: Any) -> Any:
+            return tuple(torch.nan_to_num(value) for value in super().encode_prompt(*args, **kwargs))
+
+    pipe = Pipeline(**session.make(place=False).components)
+    pipe.set_progress_bar_config(disable=True)
+    with torch.no_grad():
+        norms = [layer for name, layer in pipe.text_encoder.named_modules() if name.endswith("final_layer_norm")]
+        norms[0].bias[0] = float("nan")
+    return session.run(session.place(pipe))
+
+
+@usage(CALL)
+def numpy_integers_in_a_subclass(session: Session) -> Any:
+    """A subclass that gets NumPy integers as they are."""
+    kinds: list[str] = []
+
+    class Pipeline(diffusers.StableDiffusionPipeline):
+        def __call__(self, prompt: str, height: Any = None, **kwargs: Any) -> Any:
+            kinds.append(type(height).__name__)
+            return super().__call__(prompt, height=int(height), **kwargs)
+
+    pipe = session.place(Pipeline(**session.make(place=False).components))
+    pipe.set_progress_bar_config(disable=True)
+    return {"result": session.run(pipe, height=numpy.int64(16)), "kinds": tuple(sorted(set(kinds)))}

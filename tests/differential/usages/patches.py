@@ -350,3 +350,23 @@ by_timestep(
     "forward_indexes_with_the_timestep", "A replaced `forward` that indexes with the timestep.", weight_by_index
 )
 by_timestep("forward_reads_the_timestep_as_text", "A replaced `forward` that looks up `str(t.item())`.", weight_by_text)
+
+
+@usage(GROUP)
+def forward_of_another_pipeline(session: Session) -> Any:
+    """`model.forward = other.forward`, where both models are placed."""
+    pipe, other = session.make(), session.make()
+    with torch.no_grad():
+        other.unet.conv_out.weight.mul_(1.5)
+    pipe.unet.forward = other.unet.forward
+    return session.run(pipe)
+
+
+@usage(GROUP)
+def activation_replaced_by_a_function(session: Session) -> Any:
+    """An activation that is replaced by a function, which mixes the images of a batch; two images."""
+    pipe = session.make()
+    resnet = pipe.unet.mid_block.resnets[0]
+    del resnet.nonlinearity
+    resnet.nonlinearity = lambda value: torch.nn.functional.silu(value) + 0.1 * value.mean(0, keepdim=True)
+    return session.run(pipe, num_images_per_prompt=2)

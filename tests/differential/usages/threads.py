@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +89,31 @@ def forked_process(session: Session) -> Any:
                 os._exit(0)
         os.waitpid(child, 0)
         return {"parent": first, "child": numpy.load(path), "again": session.run(pipe)}
+
+
+@usage(GROUP, skip={**NO_FORK, "served": "the requests run in threads of the server"})
+def fork_during_a_call(session: Session) -> Any:
+    """A call in a process that is forked while another thread runs a call."""
+    pipe, started, forked = session.make(), threading.Event(), threading.Event()
+
+    def wait(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        started.set()
+        assert forked.wait(30)
+        return values
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as executor:
+        path = Path(folder, "child.npy")
+        call = executor.submit(session.run, pipe, callback_on_step_end=wait)
+        assert started.wait(30)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            signal.alarm(30)  # ends the process if the call waits forever
+            try:
+                numpy.save(path, session.run(pipe))
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        forked.set()
+        return {"parent": call.result(), "child": numpy.load(path)}

@@ -16,7 +16,8 @@ from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import LimitError
 from anyaccel.planning import PipelineFacts, PlacementOptions, make_plan
 from anyaccel.processes.forked_call import call_in_fork
-from anyaccel.runtime.workarounds.complex_pairs import ComplexPair, make_complex_pair, make_handlers
+from anyaccel.runtime.workarounds.complex_factories import make_handlers
+from anyaccel.runtime.workarounds.complex_pairs import ComplexPair, make_complex_pair
 from anyaccel.runtime.workarounds.function_modes import ModelFunctionMode, make_model_function_mode
 
 Tensor = torch.Tensor

@@ -133,6 +133,12 @@ class _Cast(NamedTuple):
     keep_float32: bool
     """Weights that must stay in float32 according to their model class are not cast."""
 
+    @classmethod
+    def from_request(cls, dtype: Any) -> _Cast:
+        """Return the cast for a requested dtype, or for None."""
+        # `place` passes the name of the dtype. In `pipe.to(torch.bfloat16)`, all weights are cast, as in diffusers.
+        return cls(dtype is not None, keep_float32=not isinstance(dtype, torch.dtype))
+
 
 def place_pipeline(
     pipe: Any,
@@ -149,9 +155,8 @@ def place_pipeline(
     the dtype decision if one was already made.
     """
     before = find_placement(pipe)
+    cast = _Cast.from_request(requested.get("dtype"))
     dtypes = {name: requested[name] for name in ("dtype", "smallest_dtype") if requested.get(name) is not None}
-    # `place` passes names of dtypes. In `pipe.to(torch.bfloat16)`, all weights are cast, as in diffusers.
-    cast = _Cast("dtype" in dtypes, keep_float32=not isinstance(dtypes.get("dtype"), torch.dtype))
     requested = {**requested, **{name: dtype_name(dtype) for name, dtype in dtypes.items()}}
     options = read_options(requested, find_options(pipe))
     opened = before.opened if device is None and before else resolve_device(device, options)
@@ -162,14 +167,11 @@ def place_pipeline(
         check_residence(options.memory, unified_memory=opened.sheet.unified_memory)
     loaded = {component.name: component.dtype for component in read_facts(pipe).components}
     plan = plan_pipeline(pipe, opened, options, dtype)
-    plan = plan if "dtype" in dtypes else _keep_user_dtypes(pipe, plan, before, opened.sheet)
+    plan = plan if cast.requested else _keep_user_dtypes(pipe, plan, before, opened.sheet)
     # Checked before `_undo`, so a rejected placement leaves the earlier one in use.
     check_splits(pipe, plan.parallel.value)
     target = opened.tensor_device
-    if before is None or (plan.quantization.value, plan.dtype.value) != (
-        before.plan.quantization.value,
-        before.plan.dtype.value,
-    ):
+    if before is None or _read_formats(plan) != _read_formats(before.plan):
         check_not_quantized(pipe, "this placement")
     _apply_process_settings(plan, opened)
     if plan.parallel.value is not None:
@@ -195,6 +197,16 @@ def place_pipeline(
     attach_placement(pipe, placement, before)
     if opened.sheet.is_host and options.dtype is None:
         _warn_if_slow(plan.dtype.value)
+    _capture_graphs(pipe, placement)
+
+
+def _read_formats(plan: Plan) -> tuple[Any, ...]:
+    return plan.quantization.value, plan.dtype.value
+
+
+def _capture_graphs(pipe: Any, placement: Placement) -> None:
+    """Let the vendor's library capture graphs if the plan's mode requires it."""
+    plan, opened = placement.plan, placement.opened
     single_rank = plan.parallel.value is None
     if single_rank and any(mode.name == plan.mode.value and mode.captures for mode in opened.sheet.modes):
         _capture(pipe, opened)

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from anyaccel.backends.device_type_checks import is_host
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.workarounds import (
-    complex_pairs,
+    complex_factories,
     dtypes,
     dynamic_shapes,
     noise,
@@ -208,7 +208,7 @@ def _make_handlers(
     if "dtypes" in workarounds:
         handlers = dtypes.make_handlers(device, replacements, handlers)
     if "complex_pairs" in workarounds:
-        handlers = complex_pairs.make_handlers(device, handlers)
+        handlers = complex_factories.make_handlers(device, handlers)
     if "attention" in workarounds:
         handlers |= sliced_attention.make_handlers(plan.attention.value)
     return handlers

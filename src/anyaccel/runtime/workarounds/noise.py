@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from anyaccel.backends.device_type_checks import is_host, is_on
 from anyaccel.runtime.workarounds.dtypes import replace_dtype
 from anyaccel.runtime.workarounds.host_transfer import CopyFunction
 from anyaccel.runtime.workarounds.out_argument import write_out
+from anyaccel.upstream.torch_internals import tree_map
 from anyaccel.upstream.torch_random import (
     BY_SHAPE,
     FROM_VALUES,
