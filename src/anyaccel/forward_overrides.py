@@ -26,7 +26,7 @@ import operator
 import weakref
 from collections.abc import Callable
 from enum import IntEnum
-from types import CodeType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import torch
@@ -158,7 +158,10 @@ class ForwardOverrides:
         if self.beneath is not None:
             return self.beneath(*args, **kwargs)
         module: Any = _get_module(self._module)
-        return type(module).forward(module, *args, **kwargs)  # Dynamo cannot trace a bound method created here
+        forward = type(module).forward
+        if not isinstance(forward, FunctionType):  # a class method, or a built-in function such as `torch.sin`
+            return forward(*args, **kwargs)
+        return forward(module, *args, **kwargs)  # Dynamo cannot trace a bound method created here
 
     def _get_original(self) -> Any:
         module = _get_module(self._module)

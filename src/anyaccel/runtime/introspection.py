@@ -15,7 +15,10 @@ from anyaccel.upstream.diffusers_internals import read_parallel_plan, read_repea
 from anyaccel.upstream.torch_compile_internals import unwrap_compiled
 from anyaccel.upstream.transformers_internals import is_transformers_model
 
-__all__ = ["find_components", "find_denoisers", "find_models", "plain_class", "read_dtype", "read_facts"]
+__all__ = [
+    "find_components", "find_denoisers", "find_models", "list_forward_arguments", "plain_class", "read_dtype",
+    "read_facts",
+]  # fmt: skip
 
 # Names of timestep arguments: a model that has one runs at every denoising step.
 _TIMESTEP_ARGUMENTS = {"timestep", "timesteps", "timestep_ratio", "t", "r"}
@@ -70,10 +73,18 @@ def read_dtype(model: torch.nn.Module) -> str:
     return str(sizes.most_common(1)[0][0]).removeprefix("torch.") if sizes else "float32"
 
 
+def list_forward_arguments(module: torch.nn.Module) -> list[str]:
+    """Return the names of the parameters of a module's `forward`; none if it is a built-in function."""
+    try:
+        return list(inspect.signature(module.forward).parameters)
+    except ValueError:  # a built-in function without a signature, such as `torch.sin`
+        return []
+
+
 def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> ComponentFacts:
     plain = unwrap_compiled(module)
     parameters, layers = list(plain.parameters()), list(plain.modules())
-    forward_arguments = set(inspect.signature(plain.forward).parameters)
+    forward_arguments = set(list_forward_arguments(plain))
     return ComponentFacts(
         name=name,
         kind=type(plain).__name__,

@@ -165,7 +165,8 @@ def first_floating(output: Any) -> torch.Tensor | None:
     """Return the first floating-point tensor in a model output, or None if there is none."""
     if isinstance(output, torch.Tensor):
         return output if output.is_floating_point() else None
-    values = output.values() if hasattr(output, "values") else output if isinstance(output, list | tuple) else ()
+    # Not every object with a `values` attribute: it may be a tensor of the user.
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
     for value in values:
         tensor = first_floating(value) if isinstance(value, torch.Tensor | list | tuple) else None
         if tensor is not None:

@@ -29,7 +29,8 @@ _MAPPED: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
 def is_mapped(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is memory-mapped by `map_weights`."""
-    return type(tensor.data) is torch.Tensor and is_host(tensor.device) and tensor.untyped_storage() in _MAPPED
+    is_plain = type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
+    return is_plain and is_host(tensor.device) and tensor.untyped_storage() in _MAPPED
 
 
 def map_weights(models: Iterable[torch.nn.Module]) -> None:

@@ -7,7 +7,6 @@ output for the NaN check.
 from __future__ import annotations
 
 import copy
-import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +23,7 @@ from anyaccel.forward_overrides import (
     set_override,
 )
 from anyaccel.planning.plan import Plan
+from anyaccel.runtime.introspection import list_forward_arguments
 from anyaccel.runtime.workarounds.function_modes import (
     ModelFunctionMode,
     enter_model_mode,
@@ -257,7 +257,7 @@ def _find_entry_modules(component: torch.nn.Module) -> list[torch.nn.Module]:
 
 def _find_timestep_argument(module: torch.nn.Module) -> tuple[int | None, str]:
     """Return the position and the name of a model's timestep argument; `(None, "")` if it has none."""
-    names = list(inspect.signature(unwrap_compiled(module).forward).parameters)
+    names = list_forward_arguments(unwrap_compiled(module))
     timestep = next((name for name in names if name in _TIMESTEP_ARGUMENTS), "")
     return (names.index(timestep), timestep) if timestep else (None, "")
 

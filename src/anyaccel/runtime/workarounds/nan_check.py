@@ -60,7 +60,7 @@ def checking_outputs(record_event: RecordEvent | None = None) -> Iterator[Output
 def record_output(name: str, output: Any) -> None:
     """Record a model's output for the NaN check that is active in this thread, if any."""
     check = getattr(_ACTIVE, "check", None)
-    tensor = first_floating(output)
+    tensor = _find_checked(output)
     if check is not None and tensor is not None:
         # The sum is NaN or Inf if an element is. It does not hold the memory of a large output, and tensors created in
         # inference mode have no version.
@@ -70,6 +70,14 @@ def record_output(name: str, output: Any) -> None:
         check.forward_counts[name] = check.forward_counts.get(name, 0) + 1
         if check.record_event is not None:
             check.wait = check.record_event()
+
+
+def _find_checked(output: Any) -> torch.Tensor | None:
+    """Return the first floating-point tensor in a model's output, if `torch.isfinite` supports it."""
+    tensor = first_floating(output)
+    if tensor is None or tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
+        return None
+    return tensor if tensor.itemsize > 1 else None  # not float8
 
 
 def find_non_finite(check: OutputCheck) -> list[str]:
@@ -101,7 +109,7 @@ def find_first_non_finite(components: dict[str, Any]) -> Iterator[list[tuple[str
 
     def make_check_hook(path: str, model: str) -> Any:
         def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-            tensor = first_floating(output)
+            tensor = _find_checked(output)
             if not failures and tensor is not None and not bool(torch.isfinite(tensor).all()):
                 failures.append((path, forward_counts.get(model, 1)))
 
