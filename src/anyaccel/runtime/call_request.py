@@ -98,7 +98,8 @@ def read_call_request(
     positional = positional or tuple(arguments)[: len(args)]  # a decorator of the user may read or change them
     accepts |= _block_inputs(pipe)
     # A `__call__` of the user gets its arguments as they are.
-    integers = {name: to_integer(arguments.get(name)) for name in _INTEGERS if is_library(find_source(call))}
+    names = _INTEGERS if is_library(find_source(call)) else ()
+    integers = {name: to_integer(arguments.get(name)) for name in names}
     arguments.update({name: value for name, value in integers.items() if value is not None})
     name = type(pipe).__name__
     prompts = 1 if name in _PROMPTS_OF_ONE_VIDEO else _count_prompts(arguments, accepts)
