@@ -45,6 +45,8 @@ _IMPORTED_LIBRARIES = (
 )
 # Libraries with objects whose attributes are searched too.
 _SEARCHED_LIBRARIES = ("diffusers", "transformers")
+# Names of functions that Dynamo adds to the modules of compiled functions, for its own use.
+_DYNAMO_NAMES = ("__compiled_fn_", "__resume_at_", "__import_")
 _BUILTINS = (BuiltinFunctionType, MethodDescriptorType)
 _METHODS = (classmethod, staticmethod, MethodType)
 _WRAPPERS = (property, *_METHODS, functools.partial, functools.partialmethod, functools.cached_property)
@@ -231,7 +233,7 @@ def _list_patches(owner: Any, *, code_only: bool = False) -> Iterator[str]:
     With `code_only`, do not include special methods other than `__call__`.
     """
     for name, value in list(vars(owner).items()):
-        if code_only and name.startswith("__") and name != "__call__":
+        if (code_only and name.startswith("__") and name != "__call__") or name.startswith(_DYNAMO_NAMES):
             continue
         if not is_library_code(value) or _is_users_module(value):
             yield f"a patched {owner.__name__}.{name}"
