@@ -364,3 +364,11 @@ def test_a_module_is_released_without_a_garbage_collection(sample: torch.Tensor)
     assert isinstance(forward, ForwardOverrides)
     with pytest.raises(ReferenceError):
         forward(sample)
+
+
+@pytest.mark.parametrize("forward", [staticmethod(torch.sin), classmethod(lambda cls, value: torch.sin(value))])
+def test_a_forward_that_is_no_method(forward: Any) -> None:
+    kind = type("Sine", (torch.nn.Module,), {"forward": forward})
+    module: Any = kind()
+    set_override(module, Slot.INPUTS, lambda run, args, kwargs: run(*args, **kwargs) * 2)
+    assert torch.equal(module(torch.ones(2)), torch.ones(2).sin() * 2)

@@ -434,3 +434,47 @@ def cast_model_in_a_deep_copy(session: Session) -> Any:
     source.vae.to(torch.bfloat16)
     pipe = copy.deepcopy(source)
     return {"latents": session.run(pipe, output_type="latent"), "dtype": str(pipe.vae.dtype)}
+
+
+ON_THE_CPU = dict.fromkeys(("mps", "neuron", *CUDA_VARIANTS), "on the CPU only")
+
+
+@usage(BUILD, skip=ON_THE_CPU)
+def buffer_that_shares_memory_with_a_weight(session: Session) -> Any:
+    """A buffer that is a view of a weight, which is edited after placing, with `memory="layer"`."""
+
+    class Conv(torch.nn.Conv2d):
+        view: torch.Tensor
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return super().forward(value) * (1 + self.view.mean())
+
+    source = session.make(place=False)
+    old = source.unet.conv_in
+    layer = Conv(old.in_channels, old.out_channels, old.kernel_size, padding=old.padding)
+    layer.load_state_dict(old.state_dict())
+    layer.register_buffer("view", layer.weight.data, persistent=False)
+    source.unet.conv_in = layer
+    pipe = session.place(source, memory="layer")
+    with torch.no_grad():
+        layer.weight.mul_(1.5)
+    return session.run(pipe)
+
+
+@usage(BUILD, skip=ON_THE_CPU)
+def sparse_weight(session: Session) -> Any:
+    """A model with a sparse parameter, which it does not use."""
+    source = session.make(place=False)
+    source.unet.register_parameter("mask", torch.nn.Parameter(torch.eye(4).to_sparse(), requires_grad=False))
+    return session.run(session.place(source))
+
+
+@usage(BUILD)
+def reloaded_by_the_class_of_the_pipeline(session: Session) -> Any:
+    """`type(pipe).from_pretrained(pretrained_model_name_or_path=…)` of a placed pipeline with `.bin` weights."""
+    source = session.make()
+    with tempfile.TemporaryDirectory() as folder:
+        source.save_pretrained(folder, safe_serialization=False)
+        pipe = session.place(type(source).from_pretrained(pretrained_model_name_or_path=folder))
+    pipe.set_progress_bar_config(disable=True)
+    return session.run(pipe)

@@ -370,3 +370,25 @@ def activation_replaced_by_a_function(session: Session) -> Any:
     del resnet.nonlinearity
     resnet.nonlinearity = lambda value: torch.nn.functional.silu(value) + 0.1 * value.mean(0, keepdim=True)
     return session.run(pipe, num_images_per_prompt=2)
+
+
+@usage(GROUP)
+def module_of_diffusers_replaced(session: Session) -> Any:
+    """`diffusers.models.attention_processor.F` replaced by an object that mixes the images of a batch; two images."""
+    module: Any = diffusers.models.attention_processor
+    functional = module.F
+
+    class Functional:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(functional, name)
+
+        def scaled_dot_product_attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            result: torch.Tensor = functional.scaled_dot_product_attention(*args, **kwargs)
+            return result + 0.1 * result.mean(0, keepdim=True)
+
+    pipe = session.make()
+    try:
+        module.F = Functional()
+        return session.run(pipe, num_images_per_prompt=2)
+    finally:
+        module.F = functional

@@ -101,3 +101,11 @@ def test_a_torch_dtype_in_to_casts_all_weights(before: bool) -> None:
     pipe = anyaccel.place(pipe.to(torch.bfloat16), "cpu") if before else anyaccel.place(pipe, "cpu").to(torch.bfloat16)
     assert {weight.dtype for weight in list_weights(stock).values()} == {torch.bfloat16}
     assert {weight.dtype for weight in list_weights(pipe).values()} == {torch.bfloat16}
+
+
+def test_a_cast_before_the_move_is_kept(tmp_path: Path) -> None:
+    recipes()["stable-diffusion"].make().save_pretrained(tmp_path)  # type: ignore[attr-defined]
+    pipe = anyaccel.DiffusionPipeline.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    pipe.vae.to(torch.float32)
+    assert pipe.to("cpu").vae.dtype == torch.float32
+    assert pipe.unet.dtype == torch.bfloat16

@@ -153,7 +153,7 @@ def _write_out(func: Any, args: Any, kwargs: Any) -> Any:
         raise _make_error(func)
     result = func.overloadpacket(*args, **{name: value for name, value in kwargs.items() if name != "out"})
     if kwargs["out"].shape != result.shape or kwargs["out"].is_complex() != result.is_complex():
-        raise _make_error(func, "resizing `out`")
+        raise _make_error(func)
     return kwargs["out"].copy_(result)
 
 
