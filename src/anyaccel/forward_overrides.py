@@ -40,6 +40,7 @@ __all__ = [
     "ForwardOverrides",
     "Override",
     "Slot",
+    "find_replaced_forward",
     "get_override",
     "refresh_overrides",
     "remove_override",
@@ -233,6 +234,16 @@ def remove_override(module: torch.nn.Module, slot: Slot) -> None:
             del vars(module)["forward"]
         else:
             vars(module)["forward"] = forward.beneath
+
+
+def find_replaced_forward(module: torch.nn.Module) -> Any:
+    """Return the forward that a user or another library assigned to a module, beneath its overrides, or None."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, ForwardOverrides) and forward._module() is module:
+        forward = forward.beneath
+    # A hook may restore the bound method of the class. That of another model is a replacement.
+    is_own = getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
+    return None if is_own else forward
 
 
 def refresh_overrides(module: torch.nn.Module) -> None:

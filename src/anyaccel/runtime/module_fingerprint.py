@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from anyaccel.backends.device_type_checks import is_host
-from anyaccel.forward_overrides import OVERRIDES_KEY, ForwardOverrides
+from anyaccel.forward_overrides import OVERRIDES_KEY, ForwardOverrides, find_replaced_forward
 from anyaccel.upstream import accelerate_internals, diffusers_internals
 from anyaccel.upstream.torch_internals import (
     CONVOLUTION_FORWARD,
@@ -81,7 +81,6 @@ class LayerHooks:
         self._tables = [*tables, *read_global_hooks()]
         self._module = weakref.ref(module)  # weak: the module holds this object
         self._layers = [layer.__dict__ for layer in layers]
-        self._forward = type(module).forward
         self._child_tables = [read_child_table(layer) for layer in module.modules()]
         self._children = [list(table.values()) for table in self._child_tables]
 
@@ -94,12 +93,7 @@ class LayerHooks:
         module = self._module()
         if module is None:
             return False
-        forward = vars(module).get("forward")
-        if isinstance(forward, ForwardOverrides):
-            forward = forward.beneath
-        if forward is not None and getattr(forward, "__func__", None) is not self._forward:
-            return True
-        return any(
+        return find_replaced_forward(module) is not None or any(
             accelerate_internals.has_hook(layer) or diffusers_internals.has_hook(layer)
             for layer in (vars(module), *self._layers)
         )

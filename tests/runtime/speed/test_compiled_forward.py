@@ -297,6 +297,20 @@ def test_forward_replaced_by_the_user_runs(monkeypatch: pytest.MonkeyPatch, when
     numpy.testing.assert_allclose(run(recipe, pipe), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_forward_of_another_placed_model_runs(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    use_backend(monkeypatch, "eager")
+    recipe = recipes()["stable-diffusion"]
+    pipe, other = (anyaccel.place(make_small(), "cpu", dtype="float32", compile=True) for _ in range(2))
+    with torch.no_grad():
+        other.unet.conv_out.weight.mul_(1.5)
+    expected = run(recipe, other)
+    if when == "after":
+        assert numpy.abs(expected - run(recipe, pipe)).max() > 1e-3
+    pipe.unet.forward = other.unet.forward
+    numpy.testing.assert_allclose(run(recipe, pipe), expected, atol=1e-5)
+
+
 def test_class_replaced_after_compilation_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
     recipe = recipes()["stable-diffusion"]

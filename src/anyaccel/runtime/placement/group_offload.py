@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.forward_overrides import ForwardOverrides
+from anyaccel.forward_overrides import find_replaced_forward
 from anyaccel.library_logging import drop_log_records_always
 from anyaccel.upstream.diffusers_internals import (
     GROUP_OFFLOADING,
@@ -207,21 +207,12 @@ def has_unstreamed_layers(model: torch.nn.Module) -> bool:
     now, buffers = _list_weights(model)
     if len(before) != len(now) or not all(map(operator.is_, before, now)) or buffers != buffers_before:
         return True
-    return any(registry.hooks and _find_forward(module) is None for module, registry in _list_registries(model))
+    return any(registry.hooks and find_replaced_forward(module) is None for module, registry in _list_registries(model))
 
 
 def _list_weights(model: torch.nn.Module) -> tuple[tuple[torch.nn.Parameter, ...], tuple[str, ...]]:
     """Return the parameters of a model and the names of its buffers."""
     return tuple(model.parameters()), tuple(name for name, _ in model.named_buffers())
-
-
-def _find_forward(module: torch.nn.Module) -> Any:
-    """Return the function that replaced the module's `forward`, beneath anyaccel's own overrides, or None."""
-    forward = vars(module).get("forward")
-    if isinstance(forward, ForwardOverrides):
-        forward = forward.beneath
-    is_original = isinstance(forward, MethodType) and forward.__func__ is type(module).forward
-    return None if is_original else forward
 
 
 def end_streaming_call(model: torch.nn.Module, *, failed: bool = False) -> None:
@@ -262,7 +253,7 @@ def stop_streaming(model: torch.nn.Module) -> None:
 
 def _is_forward_replaced(module: torch.nn.Module) -> bool:
     """Return whether the user replaced the `forward` of a module after streaming started."""
-    forward = _find_forward(module)
+    forward = find_replaced_forward(module)
     return forward is not None and not is_hook_forward(forward)
 
 

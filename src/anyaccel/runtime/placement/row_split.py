@@ -16,7 +16,7 @@ import torch
 
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import first_line
-from anyaccel.forward_overrides import ForwardOverrides, Slot, remove_override, set_override
+from anyaccel.forward_overrides import Slot, find_replaced_forward, remove_override, set_override
 from anyaccel.runtime.library_code import find_source, find_user_code_in_model, is_library_code
 from anyaccel.runtime.placement.row_arguments import (
     Arguments,
@@ -123,10 +123,10 @@ def _find_layer_obstacle(layer: torch.nn.Module, *, is_model: bool) -> str:
     if hooks:
         return f"the hook {hooks[0]} is enabled"
     # Checked here because `find_user_code_in_model` sees only the outermost forward.
-    forward = attributes.get("forward")
-    beneath = forward.beneath if isinstance(forward, ForwardOverrides) else None
-    replaced = [function for function in (beneath, find_hooked_forward(attributes)) if function is not None]
-    if not all(map(is_library_code, replaced)):
+    replaced = [
+        function for function in (find_replaced_forward(layer), find_hooked_forward(attributes)) if function is not None
+    ]
+    if not all(is_library_code(function) and getattr(function, "__self__", layer) is layer for function in replaced):
         return f"the forward of {type(layer).__name__} is replaced"
     if layer.training and isinstance(layer, _DROPOUTS) and layer.p > 0:
         return "dropout is active, because the model is in training mode"

@@ -15,8 +15,8 @@ import torch
 
 from anyaccel.backends.device_type_checks import is_host, is_on
 from anyaccel.forward_overrides import (
-    ForwardOverrides,
     Slot,
+    find_replaced_forward,
     get_override,
     refresh_overrides,
     remove_override,
@@ -270,9 +270,7 @@ def _embeds_timestep_index(module: torch.nn.Module) -> bool:
 
 def _may_need_integer(module: torch.nn.Module) -> bool:
     """Return whether code of the user, or an embedding table, may use the timestep as an integer."""
-    forward = vars(module).get("forward")
-    if isinstance(forward, ForwardOverrides):
-        forward = forward.beneath
+    forward = find_replaced_forward(module)
     # A hook that offloads the model calls its own forward.
     function = type(module).forward if forward is None or _has_hook(module) else forward
     function = getattr(function, "__func__", function)
