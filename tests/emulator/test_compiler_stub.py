@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import LimitError, VirtualDeviceError
+from tests.emulator.forked import DEVICES
 
 pytestmark = pytest.mark.usefixtures("compiler_imported")
 BACKENDS = [("neuron", "neuron"), ("hpu", "hpu_backend")]
@@ -58,6 +60,18 @@ def compile_two_shapes(backend: str) -> Callable[[VirtualAccelerator], Report]:
         return len(log.graphs), log.compiled, shapes, difference
 
     return use
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_other_backends_compile_too(device: str) -> None:
+    def use(accelerator: VirtualAccelerator) -> float:
+        # Dynamo makes this table of functions once, here before the fork. In a new process it is made on the device.
+        TorchInGraphFunctionVariable._get_handlers.cache_clear()
+        block, x = Block().to(accelerator.device()), torch.ones(5, 8, device=accelerator.device())
+        with torch.no_grad():
+            return float((torch.compile(block, backend="eager")(x) - block(x)).abs().max())
+
+    assert run_forked(device, use) < 1e-6
 
 
 @pytest.mark.parametrize(("device", "backend"), BACKENDS)

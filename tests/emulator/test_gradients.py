@@ -166,6 +166,20 @@ def differentiate(operation: Callable[[Tensor], Tensor], device: torch.device | 
 
 
 @on_every_device()
+def test_optimizers_compute_as_on_the_cpu(accelerator: VirtualAccelerator) -> None:
+    for optimizer in (torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam):
+        on_cpu, on_device = (torch.nn.Parameter(torch.linspace(-1, 1, 8)) for _ in range(2))
+        on_device = torch.nn.Parameter(on_device.detach().to(accelerator.device()))
+        for weight in (on_cpu, on_device):
+            step = optimizer([weight], lr=0.1)
+            for _ in range(2):
+                step.zero_grad()
+                (weight**2).sum().backward()
+                step.step()
+        assert torch.allclose(on_device.detach().cpu(), on_cpu.detach(), atol=1e-6), optimizer
+
+
+@on_every_device()
 def test_operations(accelerator: VirtualAccelerator) -> None:
     for name, operation in OPERATIONS.items():
         expected = differentiate(operation, "cpu")

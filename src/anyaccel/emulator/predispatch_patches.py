@@ -258,7 +258,8 @@ def _make_accelerator_functions(accelerator: VirtualAccelerator) -> dict[str, An
         "device_index": module.device,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
-        "current_stream": module.current_stream,
+        # Not `module.current_stream` itself: Dynamo has a table with both functions and rejects duplicates.
+        "current_stream": lambda device=None: module.current_stream(device),
         "get_memory_info": module.mem_get_info,
         "memory_allocated": module.memory_allocated,
         "max_memory_allocated": module.max_memory_allocated,

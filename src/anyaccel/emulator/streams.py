@@ -38,6 +38,10 @@ class Stream:
         """Return True, because all work in the stream is already complete."""
         return True
 
+    def is_capturing(self) -> bool:
+        """Return False, because the device has no graphs."""
+        return False
+
     # `torch.NAME.stream(stream)` returns the stream itself, so a stream must be a context manager.
     def __enter__(self) -> Stream:
         return self
