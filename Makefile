@@ -16,7 +16,7 @@ export NO_MKDOCS_2_WARNING := 1
 # pip does not compile bytecode (see below), so Python must keep what it compiles on import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-slow test-order test-first-to-last test-last-to-first chart calibrate evaluate check lint types imports docs docs-serve clean
+.PHONY: help demo test test-all test-slow test-quantized test-order test-first-to-last test-last-to-first chart calibrate evaluate check lint types imports docs docs-serve clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -39,6 +39,15 @@ test-all: $(READY_TEST)
 
 test-slow: $(READY_TEST) ## Run the slow tests
 	$(BIN)/python -m pytest -m slow
+
+QUANTIZATION := build/quantization
+
+$(QUANTIZATION)/.ready: $(READY_TEST) tests/quantized_weights/requirements.txt
+	@$(INSTALL) --no-deps --upgrade --target $(QUANTIZATION) --requirement tests/quantized_weights/requirements.txt
+	@touch $@
+
+test-quantized: $(QUANTIZATION)/.ready ## Run the tests of quantized weights with bitsandbytes, quanto and torchao
+	PYTHONPATH=$(QUANTIZATION) $(PYTEST) -m "" tests/quantized_weights tests/upstream/test_quantization_internals.py
 
 test-order: $(READY_TEST) ## Run the tests in order and in reverse order, one process each
 	$(MAKE) --jobs 2 --output-sync test-first-to-last test-last-to-first

@@ -7,6 +7,7 @@
     │   ├── UnknownProductError   product not listed on the sheet
     │   ├── UnknownComponentError unknown component of the pipeline
     │   └── ModelError            not a model, or a broken or untrusted one
+    │       └── ModelFileError    files of a model are missing or damaged (also an OSError, as in diffusers)
     ├── DeviceUnavailableError    exit status 1: known device, not available (also a RuntimeError)
     ├── LimitError                exit status 1: a virtual device hit a limit of the real one (also a RuntimeError)
     │   └── LimitTypeError        the same, if the real device raises a TypeError
@@ -36,6 +37,7 @@ __all__ = [
     "LimitError",
     "LimitTypeError",
     "ModelError",
+    "ModelFileError",
     "NotFiniteError",
     "NotMeasurableError",
     "PluginError",
@@ -103,6 +105,10 @@ class UnknownComponentError(UsageError):
 
 class ModelError(UsageError):
     """Model that is invalid, corrupted or untrusted."""
+
+
+class ModelFileError(ModelError, OSError):
+    """Files of a model that are missing or damaged."""
 
 
 class DeviceUnavailableError(AnyaccelError, RuntimeError):

@@ -174,7 +174,7 @@ def test_optimizers_compute_as_on_the_cpu(accelerator: VirtualAccelerator) -> No
             step = optimizer([weight], lr=0.1)
             for _ in range(2):
                 step.zero_grad()
-                (weight**2).sum().backward()
+                torch.autograd.backward((weight**2).sum())
                 step.step()
         assert torch.allclose(on_device.detach().cpu(), on_cpu.detach(), atol=1e-6), optimizer
 

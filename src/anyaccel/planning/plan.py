@@ -30,6 +30,7 @@ from anyaccel.planning.speedups import (
     choose_compile_policy,
     choose_fusions,
 )
+from anyaccel.planning.weight_kernels import choose_dequantized
 from anyaccel.planning.workarounds import choose_workarounds
 
 __all__ = ["NO_MEMORY", "Plan", "make_plan", "without_rank_local_choices"]
@@ -69,6 +70,7 @@ class Plan:
     fusions: Decision[tuple[str, ...]]
     capture: Decision[bool]
     quantization: Decision[str]
+    dequantized: Decision[tuple[tuple[str, str], ...]]
     step_skipping: Decision[StepSkipping | None]
     check_finite: Decision[bool]
     forecast: Forecast | None = None
@@ -152,6 +154,7 @@ def make_plan(
         fusions=choose_fusions(sheet, options),
         capture=choose_capture(sheet, options),
         quantization=choose_quantization(sheet, options, dtype.value),
+        dequantized=choose_dequantized(sheet, facts, virtual=virtual),
         step_skipping=choose_step_skipping(options),
         check_finite=_choose_check_finite(options),
     )

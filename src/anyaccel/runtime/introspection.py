@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from anyaccel.planning.facts import ComponentFacts, PipelineFacts
+from anyaccel.quantized_weights.library_layers import read_library
 from anyaccel.runtime.placement_state import Placement, find_placement
 from anyaccel.upstream.diffusers_internals import read_parallel_plan, read_repeated_blocks
 from anyaccel.upstream.torch_compile_internals import unwrap_compiled
@@ -94,6 +95,7 @@ def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> C
         blocks=_count_blocks(plain, layers),
         convolutions=sum(isinstance(layer, torch.nn.Conv2d) for layer in layers),
         # diffusers models have is_quantized, transformers models have hf_quantizer.
+        weight_libraries=tuple(sorted({read_library(layer) for layer in layers} - {""})),
         quantized=bool(getattr(plain, "is_quantized", False) or getattr(plain, "hf_quantizer", None)),
         has_own_dtype=is_transformers_model(plain),
         splits=_find_splits(plain),

@@ -11,7 +11,7 @@ import diffusers
 
 from anyaccel.backends.device_functions import dtype_name, dtype_of
 from anyaccel.embedded.model import NAME
-from anyaccel.errors import AnyaccelError, ModelError, UsageError, first_line
+from anyaccel.errors import AnyaccelError, ModelError, ModelFileError, UsageError, first_line
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.runtime.model_file_checks import check_model_folder, is_single_file
 from anyaccel.runtime.placement_state import find_placement
@@ -107,7 +107,9 @@ def _call_diffusers(function: Callable[..., Any], model: str, options: dict[str,
             # A Hub ID has the form owner/name, so a single word may be a misspelled `embedded`.
             if difflib.get_close_matches(model, [NAME]):
                 hint = f"did you mean {NAME}? Otherwise, {hint}"
-        raise ModelError(f"cannot load {model}: {message}", hint=hint) from error
+        # The class of the error in diffusers: scripts catch it to download the model or to load another variant.
+        kind = ModelFileError if isinstance(error, OSError) else ModelError
+        raise kind(f"cannot load {model}: {message}", hint=hint) from error
 
 
 def derive_pipeline(kind: Any, pipeline: Any, options: dict[str, Any]) -> tuple[Any, PlacementOptions]:

@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from anyaccel.errors import ModelError
+from anyaccel.errors import ModelError, ModelFileError
 
 __all__ = ["check_model_folder", "check_safetensors", "is_single_file"]
 
@@ -49,11 +49,11 @@ def check_model_folder(model: Any, *, pickles: bool, trusted: bool) -> None:
             or str(model).count("/") > 1
             or (os.sep != "/" and os.sep in str(model))
         ):
-            raise ModelError(f"the folder {model} does not exist", hint="check the path")
+            raise ModelFileError(f"the folder {model} does not exist", hint="check the path")
         return
     index = next((path / name for name in _INDEXES if (path / name).is_file()), None)
     if index is None:
-        raise ModelError(f"{model} is not a pipeline: it has no model_index.json", hint=_suggest_folder(path))
+        raise ModelFileError(f"{model} is not a pipeline: it has no model_index.json", hint=_suggest_folder(path))
     _check_index(index, trusted)
     for file in sorted(path.rglob("*.safetensors")):
         check_safetensors(file)
@@ -75,7 +75,7 @@ def _check_index(index: Path, trusted: bool) -> None:
         content = json.loads(index.read_text())
         components = dict(content)
     except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"cannot read {index}: {error}", hint="copy or download the file again") from error
+        raise ModelFileError(f"cannot read {index}: {error}", hint="copy or download the file again") from error
     name = components.get("_class_name")
     # Optimum for Intel Gaudi saves its own subclasses, such as GaudiStableDiffusionPipeline.
     if isinstance(name, str) and name.startswith("Gaudi"):
@@ -138,11 +138,11 @@ def check_safetensors(path: Path) -> None:
             header = json.loads(file.read(length))
     except ValueError as error:
         hint = "copy or download the file again"
-        raise ModelError(f"{path} is not a valid safetensors file: {error}", hint=hint) from error
+        raise ModelFileError(f"{path} is not a valid safetensors file: {error}", hint=hint) from error
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     needed = 8 + length + max(ends, default=0)
     if size < needed:
-        raise ModelError(
+        raise ModelFileError(
             f"{path} is truncated: it has {size:,} bytes, but its header requires {needed:,}",
             hint="copy or download the file again",
         )

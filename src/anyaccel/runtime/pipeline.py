@@ -350,21 +350,23 @@ class DiffusionPipeline(Portable, diffusers.DiffusionPipeline):
     """A `diffusers.DiffusionPipeline` that loads any pipeline and supports every device."""
 
     @classmethod
-    def from_pretrained(cls, model: Any, **options: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **options: Any) -> Any:
         """Load a pipeline from a Hub ID, a local folder or a single file, with the options of diffusers.
 
         By default, only safetensors files are loaded, and a model that contains custom code is rejected.
         To change this, pass `use_safetensors=False` or `trust_remote_code=True`.
         """
-        return _load_portable(vars(cls).get("_plain_class", diffusers.DiffusionPipeline), model, options)
+        plain = vars(cls).get("_plain_class", diffusers.DiffusionPipeline)
+        return _load_portable(plain, pretrained_model_name_or_path, options)
 
     @classmethod
-    def from_single_file(cls, model: Any, **options: Any) -> Any:
+    def from_single_file(cls, pretrained_model_link_or_path: Any, **options: Any) -> Any:
         """Load a pipeline from a single checkpoint file.
 
         `config=` is the folder or Hub ID of a pipeline with the same architecture.
         """
-        return _load_portable(vars(cls).get("_plain_class", diffusers.DiffusionPipeline), model, options)
+        plain = vars(cls).get("_plain_class", diffusers.DiffusionPipeline)
+        return _load_portable(plain, pretrained_model_link_or_path, options)
 
     @classmethod
     def from_pipe(cls, pipeline: Any, **options: Any) -> Any:
@@ -382,9 +384,9 @@ class _AutoPipeline:
         )
 
     @classmethod
-    def from_pretrained(cls, model: Any, **options: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_or_path: Any, **options: Any) -> Any:
         """Load the pipeline for this task from a Hub ID or a local folder."""
-        return _load_portable(getattr(diffusers, cls.__name__), model, options)
+        return _load_portable(getattr(diffusers, cls.__name__), pretrained_model_or_path, options)
 
     @classmethod
     def from_pipe(cls, pipeline: Any, **options: Any) -> Any:

@@ -53,6 +53,7 @@ __all__ = [
     "read_repeated_blocks",
     "read_step_count",
     "read_tensor_parallel_devices",
+    "stop_layerwise_casting",
     "supports_group_offloading",
     "unpack_latents",
     "use_mesh",
@@ -104,6 +105,19 @@ def list_hooks(attributes: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the diffusers hooks of a module with the given `__dict__` (hooks/hooks.py)."""
     registry = attributes.get(HOOK_ATTRIBUTE)
     return () if registry is None else tuple(registry.hooks)
+
+
+def stop_layerwise_casting(layer: Any) -> Any:
+    """Return the dtype in which a layer with layerwise casting computes, and stop casting; None if it has none.
+
+    The hook has no method to remove it (hooks/layerwise_casting.py, `deinitalize_hook`).
+    """
+    registry = vars(layer).get(HOOK_ATTRIBUTE)
+    hook = None if registry is None else registry.hooks.get("layerwise_casting")
+    if hook is None:
+        return None
+    hook.storage_dtype = hook.compute_dtype
+    return hook.compute_dtype
 
 
 def read_module(registry: Any) -> Any:

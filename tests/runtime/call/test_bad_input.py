@@ -1,10 +1,12 @@
 """Invalid input raises an `AnyaccelError` with a hint before any model runs, and the pipeline stays usable."""
 
+import inspect
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy
 import pytest
 import torch
@@ -91,6 +93,27 @@ def test_a_folder_without_a_pipeline_is_rejected_with_a_hint(folder: Path, tmp_p
     (folder / "model_index.json").write_text("{")
     with pytest.raises(ModelError, match="cannot read"):
         load(folder)
+
+
+def test_missing_files_raise_an_os_error_as_in_diffusers(folder: Path, tmp_path: Path) -> None:
+    (folder / "unet" / "diffusion_pytorch_model.safetensors").unlink()
+    for model in (folder, tmp_path, "/nowhere/at/all", "no-such-org/no-such-model"):
+        with pytest.raises(OSError, match=r"hint: ") as caught:
+            load(model)
+        assert isinstance(caught.value, ModelError)
+
+
+def test_models_can_be_passed_by_the_names_of_diffusers(folder: Path) -> None:
+    assert anyaccel.DiffusionPipeline.from_pretrained(pretrained_model_name_or_path=folder)
+    assert anyaccel.AutoPipelineForText2Image.from_pretrained(pretrained_model_or_path=folder)
+    for load_pipeline, stock in (
+        (anyaccel.DiffusionPipeline.from_pretrained, diffusers.DiffusionPipeline.from_pretrained),
+        (anyaccel.AutoPipelineForText2Image.from_pretrained, diffusers.AutoPipelineForText2Image.from_pretrained),
+        (anyaccel.DiffusionPipeline.from_single_file, diffusers.StableDiffusionPipeline.from_single_file),
+    ):
+        assert next(iter(inspect.signature(load_pipeline).parameters)) == next(
+            iter(inspect.signature(stock).parameters)
+        )
 
 
 def test_truncated_weights_are_rejected(folder: Path) -> None:

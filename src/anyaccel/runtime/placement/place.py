@@ -41,6 +41,7 @@ from anyaccel.runtime.placement.group_offload import is_streamed
 from anyaccel.runtime.placement.memory_plan import list_pipeline_residences, plan_weights
 from anyaccel.runtime.placement.offload import move_to_cpu
 from anyaccel.runtime.placement.oom_retry import clear_traceback_frames, free_memory, move_weights
+from anyaccel.runtime.placement.quantized_layers import replace_unsupported_layers
 from anyaccel.runtime.placement_state import (
     Placement,
     drop_placement,
@@ -177,6 +178,7 @@ def place_pipeline(
     if plan.parallel.value is not None:
         join_ranks(opened, plan)
     _undo(pipe, before)
+    replace_unsupported_layers(pipe, plan, opened.sheet)
     try:
         placement = _plan_weights(pipe, Placement(opened, target, plan, options, loaded=loaded), offloaded)
         placement.vae_in_parts = before is not None and before.vae_in_parts

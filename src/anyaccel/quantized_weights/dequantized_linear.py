@@ -1,0 +1,71 @@
+"""A linear layer that keeps its weight in a quantized format and dequantizes it for each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from anyaccel.quantized_weights.formats import Parts, WeightFormat
+
+__all__ = ["DequantizedLinear"]
+
+
+class DequantizedLinear(torch.nn.Linear):
+    """A replacement for a quantized linear layer of another library, in plain operations.
+
+    It is a `torch.nn.Linear`, so LoRA adapters can be added to it. Its `weight` is computed on each access.
+    """
+
+    format: WeightFormat
+    dtype: torch.dtype
+    """The dtype of `weight`."""
+    part_names: tuple[str, ...]
+
+    @classmethod
+    def convert(cls, layer: torch.nn.Module, form: WeightFormat, parts: Parts, dtype: torch.dtype) -> DequantizedLinear:
+        """Return a quantized layer as a `DequantizedLinear`: the same object if its class can be changed.
+
+        Hooks and references of the user then stay.
+        """
+        del layer.weight
+        converted: Any = layer
+        try:
+            layer.__class__ = cls
+        except TypeError:  # the class has another memory layout, such as `QLinear` of quanto
+            converted = cls.__new__(cls)
+            vars(converted).update(vars(layer))
+        converted.format, converted.dtype, converted.part_names = form, dtype, tuple(parts)
+        for name, part in parts.items():
+            converted.register_buffer(name, part)
+        return converted  # type: ignore[no-any-return]
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """The dequantized weight. Changes to it have no effect."""
+        return self._dequantize(self.dtype)
+
+    def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.format.dequantize({name: getattr(self, name) for name in self.part_names}).to(dtype)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in torch
+        """Apply the layer, in the dtype of the input."""
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return torch.nn.functional.linear(input, self._dequantize(input.dtype), bias)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        kept: dict[str, torch.Tensor] = {name: getattr(self, name) for name in self.part_names}
+        moved = super()._apply(fn, recurse)
+        for name, before in kept.items():
+            after: torch.Tensor = getattr(self, name)
+            # `model.to(dtype)` must not round the scales.
+            if after.dtype != before.dtype:
+                setattr(self, name, before.to(after.device))
+                if before.dtype.is_floating_point:
+                    self.dtype = after.dtype
+        return moved
+
+    def extra_repr(self) -> str:
+        """Return the layer's sizes and format, as shown by `print(model)`."""
+        return f"{super().extra_repr()}, format={self.format.name}"
