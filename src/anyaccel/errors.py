@@ -7,7 +7,8 @@
     │   ├── UnknownProductError   product not listed on the sheet
     │   ├── UnknownComponentError unknown component of the pipeline
     │   └── ModelError            not a model, or a broken or untrusted one
-    │       └── ModelFileError    files of a model are missing or damaged (also an OSError, as in diffusers)
+    │       ├── ModelFileError    files of a model are missing or damaged (also an OSError, as in diffusers)
+    │       └── MissingLibraryError a library that the model needs is not installed (also an ImportError)
     ├── DeviceUnavailableError    exit status 1: known device, not available (also a RuntimeError)
     ├── LimitError                exit status 1: a virtual device hit a limit of the real one (also a RuntimeError)
     │   └── LimitTypeError        the same, if the real device raises a TypeError
@@ -36,6 +37,7 @@ __all__ = [
     "DoesNotFitError",
     "LimitError",
     "LimitTypeError",
+    "MissingLibraryError",
     "ModelError",
     "ModelFileError",
     "NotFiniteError",
@@ -109,6 +111,10 @@ class ModelError(UsageError):
 
 class ModelFileError(ModelError, OSError):
     """Files of a model that are missing or damaged."""
+
+
+class MissingLibraryError(ModelError, ImportError):
+    """Model that requires a library that is not installed."""
 
 
 class DeviceUnavailableError(AnyaccelError, RuntimeError):

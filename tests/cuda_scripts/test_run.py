@@ -159,6 +159,31 @@ def test_models_of_a_script_are_loaded_completely_on_the_cpu(run_cli_forked: Run
     assert done.stdout == "meta\nTrue\n"
 
 
+@NEEDS_RECIPES
+@pytest.mark.parametrize("device", ["cpu", "virtual:mps"])
+@pytest.mark.parametrize(
+    "move", ["to('cuda')", "enable_model_cpu_offload()", "enable_group_offload('cuda', offload_type='leaf_level')"]
+)
+def test_a_model_keeps_weights_that_were_loaded_in_another_dtype(
+    run_cli_forked: RunCli, tmp_path: Path, device: str, move: str
+) -> None:
+    pipe: Any = recipes()["stable-diffusion"].make()
+    pipe.save_pretrained(tmp_path / "model")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import diffusers, torch\n"
+        f"folder = {str(tmp_path / 'model')!r}\n"
+        "vae = diffusers.AutoencoderKL.from_pretrained(folder, subfolder='vae', torch_dtype=torch.float32)\n"
+        "pipe = diffusers.StableDiffusionPipeline.from_pretrained(folder, vae=vae, torch_dtype=torch.float16)\n"
+        "before = {name: weight.clone() for name, weight in vae.state_dict().items()}\n"
+        f"pipe.{move}\n"
+        "assert all(torch.equal(before[name], w.cpu()) for name, w in pipe.vae.state_dict().items())\n"
+        "print(pipe.vae.dtype, pipe.unet.dtype)\n"
+    )
+    done = run_cli_forked("run", "--device", device, str(script))
+    assert (done.returncode, done.stdout) == (0, "torch.float32 torch.float16\n"), done.stderr
+
+
 def test_interrupt_exits_with_130(run_cli_forked: RunCli, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     # Set the handler: a background process ignores SIGINT.

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.device_functions import adjust_dtype, dtype_name
 from anyaccel.backends.device_type_checks import is_host, is_on
 from anyaccel.cuda_scripts.migration import Migration
 from anyaccel.emulator.torch_patch_registry import apply_patch
@@ -195,28 +194,13 @@ def place_script_pipeline(pipe: Any, device: torch.device, dtype: torch.dtype | 
     """Place a pipeline on the device, in the script's dtypes if the device supports them."""
     from anyaccel.runtime.pipeline import Portable, make_portable, place
 
-    dtypes = {} if dtype is not None else _read_dtypes(pipe)
-    placement_options = {"dtype": dtype or getattr(pipe, "dtype", None)}
-    if isinstance(pipe, Portable):
-        # Already placed, or loaded by anyaccel: its earlier options still apply.
-        placement_options = {"dtype": dtype} if dtype is not None else {}
+    placement_options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    # A pipeline that is already placed, or was loaded by anyaccel, keeps its earlier options.
+    if dtype is None and not isinstance(pipe, Portable):
+        placement_options = {"keep_dtypes": True}
     place(make_portable(pipe), str(device), **placement_options)
-    # place casts all models to one dtype; models that the script loaded in another dtype get it back.
-    _restore_dtypes(dtypes, device)
     migration.pipelines += 1
     return pipe
-
-
-def _read_dtypes(pipe: Any) -> dict[Any, torch.dtype]:
-    """Return the dtype of each model that does not use the pipeline's dtype, such as a float32 VAE."""
-    models = [model for model in pipe.components.values() if isinstance(model, torch.nn.Module)]
-    dtypes = {model: getattr(model, "dtype", None) for model in models}
-    return {model: dtype for model, dtype in dtypes.items() if isinstance(dtype, torch.dtype) and dtype != pipe.dtype}
-
-
-def _restore_dtypes(dtypes: dict[Any, torch.dtype], device: torch.device) -> None:
-    for model, dtype in dtypes.items():
-        model.to(adjust_dtype(dtype, str(device)))
 
 
 def _find_target(gpu_id: int | None, device: Any, call: str, migration: Migration) -> Any:
@@ -240,10 +224,8 @@ def _patch_offload(before: Callable[..., Any], migration: Migration) -> Callable
         if is_host(target):
             migration.note(f"{before.__name__} is ignored: the device is the CPU")
             return
-        dtypes = _read_dtypes(self)
-        store_options(self, PlacementOptions(dtype=dtype_name(self.dtype)))
+        store_options(self, PlacementOptions(keep_dtypes=True))
         getattr(make_portable(self), before.__name__)(device=target)
-        _restore_dtypes(dtypes, target)
         migration.pipelines += 1
 
     return enable
@@ -261,13 +243,13 @@ def _patch_group_offload(before: Callable[..., Any], migration: Migration) -> Ca
             migration.note("use_stream is ignored: layers are loaded synchronously")
             use_stream = False
 
-        def move(device: torch.device, dtype: torch.dtype) -> None:
+        def move(device: torch.device, dtype: torch.dtype | None) -> None:
             # Cast before the offload hooks take over the weights.
-            if dtype != self.dtype:
+            if dtype not in (None, self.dtype):
                 self.to(dtype)
             before(self, target, *args, use_stream=use_stream, **kwargs)
 
-        place_pipeline(make_portable(self), str(target), {"dtype": self.dtype}, move)
+        place_pipeline(make_portable(self), str(target), {"keep_dtypes": True}, move)
         migration.pipelines += 1
 
     return enable

@@ -11,14 +11,17 @@ import diffusers
 
 from anyaccel.backends.device_functions import dtype_name, dtype_of
 from anyaccel.embedded.model import NAME
-from anyaccel.errors import AnyaccelError, ModelError, ModelFileError, UsageError, first_line
+from anyaccel.errors import AnyaccelError, MissingLibraryError, ModelError, ModelFileError, UsageError, first_line
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.runtime.model_file_checks import check_model_folder, is_single_file
 from anyaccel.runtime.placement_state import find_placement
 from anyaccel.upstream.diffusers_internals import casts_components, read_dtype_argument
+from anyaccel.upstream.diffusers_quantizers import allow_bitsandbytes_on_cpu
 
 __all__ = ["derive_pipeline", "keep_dtype", "load_pipeline"]
 
+# The names of the packages of quantizers that `pip install` accepts.
+_QUANTIZATION_LIBRARIES = ("bitsandbytes", "gguf", "optimum-quanto", "torchao")
 _DTYPE = read_dtype_argument()
 
 
@@ -94,9 +97,18 @@ def _find_single_file_loader(kind: Any, options: dict[str, Any]) -> Callable[...
 def _call_diffusers(function: Callable[..., Any], model: str, options: dict[str, Any]) -> Any:
     """Call a diffusers loading function, and convert its errors to a `ModelError` with a hint."""
     try:
-        return function(model, **options)
+        with allow_bitsandbytes_on_cpu():
+            return function(model, **options)
     except AnyaccelError:
         raise
+    except ImportError as error:
+        library = next((name for name in _QUANTIZATION_LIBRARIES if name in str(error)), "")
+        if not library:
+            raise
+        raise MissingLibraryError(
+            f"cannot load {model}: it has weights that were quantized with {library}: {first_line(error)}",
+            hint=f"pip install {library}",
+        ) from error
     except (OSError, ValueError, KeyError, AttributeError) as error:
         message = first_line(error)
         hint = f"check that the files in {model} are complete"
