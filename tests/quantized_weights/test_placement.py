@@ -1,11 +1,14 @@
 """Pipelines with quantized weights on virtual devices, which have no kernels for them."""
 
+import copy
+import functools
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from peft import LoraConfig
 
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
@@ -87,3 +90,56 @@ def test_weights_stay_small_and_scales_exact(saved: Path, tmp_path: Path) -> Non
     assert layer.weight.dtype is torch.bfloat16
     torch.testing.assert_close(layer.weight.float(), before, atol=1e-2, rtol=1e-2)
     assert codes.numel() == before.numel()
+
+
+@pytest.mark.parametrize("name", ["gguf-Q4_0", "float8_e4m3fn"])
+def test_other_uses_of_a_placed_pipeline(name: str, saved: Path, tmp_path: Path) -> None:
+    def make() -> Any:
+        return make_pipeline(FORMATS[name], saved, tmp_path)
+
+    def make_on_cpu() -> Any:
+        pipe = make()
+        replace_quantized_layers(pipe.transformer, lambda library: False)
+        return pipe
+
+    def add_lora(pipe: Any) -> Any:
+        torch.manual_seed(0)
+        pipe.transformer.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k"], init_lora_weights=False))
+        return pipe
+
+    expected, with_lora = run(RECIPE, make_on_cpu()), run(RECIPE, add_lora(make_on_cpu()))
+    assert numpy.abs(with_lora - expected).max() > 0.05
+
+    def use(accelerator: VirtualAccelerator) -> None:
+        for memory in ("phase", "layer"):
+            placed = anyaccel.place(make(), "virtual:mps", dtype="float32", memory=memory)
+            numpy.testing.assert_allclose(run(RECIPE, placed), expected, atol=1e-5)
+        numpy.testing.assert_allclose(run(RECIPE, copy.deepcopy(placed)), expected, atol=1e-5)
+        # In half precision, which the device prefers, the layers compute in half precision too.
+        half = anyaccel.place(make(), "virtual:mps")
+        assert half.plan.dtype.value == "float16"
+        numpy.testing.assert_allclose(run(RECIPE, half), expected, atol=0.05)
+        placed = anyaccel.place(make(), "virtual:mps", dtype="float32")
+        numpy.testing.assert_allclose(run(RECIPE, add_lora(placed)), with_lora, atol=1e-5)
+        for method in (placed.fuse_lora, functools.partial(placed.save_pretrained, tmp_path / "saved")):
+            with pytest.raises(anyaccel.AnyaccelError, match=r"the device dequantizes the .* weights of transformer"):
+                method()
+        placed.transformer.fuse_lora()
+        with pytest.raises(anyaccel.AnyaccelError, match="adapters cannot be fused into the quantized weights"):
+            run(RECIPE, placed)
+        placed.transformer.unfuse_lora()
+        numpy.testing.assert_allclose(run(RECIPE, placed), with_lora, atol=1e-5)
+        with pytest.raises(ValueError, match="not serializable"):
+            placed.transformer.save_pretrained(tmp_path / "saved")
+
+    run_forked("mps", use)
+
+
+def test_a_model_can_be_dequantized(saved: Path, tmp_path: Path) -> None:
+    pipe = make_pipeline(FORMATS["gguf-Q8_0"], saved, tmp_path)
+    replace_quantized_layers(pipe.transformer, lambda library: False)
+    expected = run(RECIPE, pipe)
+    pipe.transformer.dequantize()
+    assert list_formats(pipe.transformer) == {}
+    numpy.testing.assert_allclose(run(RECIPE, pipe), expected, atol=1e-5)
+    pipe.save_pretrained(tmp_path / "plain")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.hooks.context_parallel import EquipartitionSharder
+from diffusers.hooks.layerwise_casting import apply_layerwise_casting_hook
 from diffusers.models.modeling_utils import ModelMixin
 
 from anyaccel.library_logging import EXPERIMENTAL_ADVICE, FLOAT32_ADVICE, SAFETY_ADVICE
@@ -318,3 +319,15 @@ def test_find_renamed_class() -> None:
     old_class = CLASSES.Transformer2DModel
     assert internals.find_renamed_class({"norm_type": "ada_norm_zero"}, old_class) is CLASSES.DiTTransformer2DModel
     assert internals.find_renamed_class({"norm_type": "layer_norm"}, old_class) is old_class
+
+
+def test_layerwise_casting_stops() -> None:
+    layer = torch.nn.Linear(2, 2)
+    assert internals.stop_layerwise_casting(layer) is None
+    apply_layerwise_casting_hook(layer, torch.float8_e4m3fn, torch.float32, non_blocking=False)
+    layer(torch.ones(1, 2))
+    assert layer.weight.dtype is torch.float8_e4m3fn
+    assert internals.stop_layerwise_casting(layer) is torch.float32
+    layer.to(torch.bfloat16)
+    assert layer(torch.ones(1, 2, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    assert layer.weight.dtype is torch.bfloat16

@@ -28,7 +28,8 @@ class ComponentFacts:
     quantized: bool = False
     """Whether its weights are quantized: it can be moved but not cast."""
     weight_libraries: tuple[str, ...] = ()
-    """The libraries that made its quantized linear layers, and the float8 dtypes of plain ones."""
+    """The libraries that made its quantized linear layers, the float8 dtypes of plain ones, and the formats of layers
+    that anyaccel has replaced."""
     has_own_dtype: bool = False
     """Whether it may have been loaded in the dtype of its own config, as transformers does by default."""
     splits: tuple[str, ...] = ()

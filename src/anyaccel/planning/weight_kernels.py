@@ -14,7 +14,10 @@ _NAMES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "optimum": "quan
 
 
 def has_kernels(sheet: Sheet, library: str, *, virtual: bool) -> bool:
-    """Return whether the quantized layers of a library, or weights of a float8 dtype, run on the device as they are."""
+    """Return whether the quantized layers of a library, or weights of a float8 dtype, run on the device as they are.
+
+    The name of a format, as of layers that were replaced already, is neither.
+    """
     if library not in _NAMES:
         return isinstance(sheet.dtype(library), Yes)
     # Virtual devices run plain operations of torch only.
@@ -23,7 +26,7 @@ def has_kernels(sheet: Sheet, library: str, *, virtual: bool) -> bool:
 
 
 def choose_dequantized(sheet: Sheet, facts: PipelineFacts, *, virtual: bool) -> Decision[tuple[tuple[str, str], ...]]:
-    """Return the components, each with a library or dtype, whose quantized weights are dequantized for each call."""
+    """Return the components, each with the format of quantized weights that are dequantized for each call."""
     used = [(component.name, library) for component in facts.components for library in component.weight_libraries]
     if not used:
         return Decision((), "no model has quantized weights")

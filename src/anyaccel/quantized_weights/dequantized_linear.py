@@ -43,8 +43,9 @@ class DequantizedLinear(torch.nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """The dequantized weight. Changes to it have no effect."""
-        return self._dequantize(self.dtype)
+        """The dequantized weight. Changes to it would be lost, and torch rejects those that do not use `data`."""
+        with torch.inference_mode():
+            return self._dequantize(self.dtype)
 
     def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return self.format.dequantize({name: getattr(self, name) for name in self.part_names}).to(dtype)
@@ -53,6 +54,13 @@ class DequantizedLinear(torch.nn.Linear):
         """Apply the layer, in the dtype of the input."""
         bias = None if self.bias is None else self.bias.to(input.dtype)
         return torch.nn.functional.linear(input, self._dequantize(input.dtype), bias)
+
+    def to_linear(self) -> torch.nn.Linear:
+        """Return a plain layer with the dequantized weight."""
+        linear = torch.nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight = torch.nn.Parameter(self._dequantize(self.dtype), requires_grad=False)
+        linear.bias = self.bias
+        return linear.train(self.training)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         kept: dict[str, torch.Tensor] = {name: getattr(self, name) for name in self.part_names}

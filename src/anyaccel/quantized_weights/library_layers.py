@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from anyaccel.errors import ModelError
+from anyaccel.quantized_weights.dequantized_linear import DequantizedLinear
 from anyaccel.quantized_weights.formats import Blocks, Gguf, WeightFormat, make_float8_table, pack_bits
 from anyaccel.upstream.gguf_internals import name_kind, read_kinds
 from anyaccel.upstream.quanto_internals import read_quanto_tensors
@@ -24,8 +25,10 @@ _INT8_MAX = 127.0
 def read_library(layer: torch.nn.Module) -> str:
     """Return the library whose kernels a quantized linear layer needs, or its dtype if that is a float8 one.
 
-    Empty if the layer is not quantized.
+    Return the format of a `DequantizedLinear`, and an empty string if the layer is not quantized.
     """
+    if isinstance(layer, DequantizedLinear):
+        return layer.format.name
     weight = dict(layer.named_parameters(recurse=False)).get("weight") if isinstance(layer, torch.nn.Linear) else None
     if weight is None:
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,10 +12,10 @@ from anyaccel.quantized_weights.dequantized_linear import DequantizedLinear
 from anyaccel.quantized_weights.library_layers import read_library, read_weight
 from anyaccel.upstream.diffusers_internals import stop_layerwise_casting
 
-__all__ = ["list_formats", "replace_quantized_layers"]
+__all__ = ["ReplacedQuantizer", "list_formats", "replace_quantized_layers"]
 
-# Flags of diffusers and transformers for models with bitsandbytes layers, which restrict `to`.
-_BITSANDBYTES_FLAGS = ("is_loaded_in_4bit", "is_loaded_in_8bit", "quantization_method")
+# Flags of diffusers and transformers for quantized models, which restrict `to`. A `DequantizedLinear` allows any.
+_FLAGS = ("is_loaded_in_4bit", "is_loaded_in_8bit", "quantization_method", "is_quantized")
 
 
 @torch.no_grad()
@@ -26,7 +27,8 @@ def replace_quantized_layers(model: torch.nn.Module, is_native: Callable[[str], 
     converted: dict[torch.nn.Module, torch.nn.Module] = {}
     for layer in list(model.modules()):
         library = read_library(layer)
-        new = _convert(layer) if library and not is_native(library) else None
+        is_done = isinstance(layer, DequantizedLinear)
+        new = _convert(layer) if library and not is_done and not is_native(library) else None
         if new is not None:
             converted[layer] = new
     for parent in list(model.modules()):
@@ -35,8 +37,32 @@ def replace_quantized_layers(model: torch.nn.Module, is_native: Callable[[str], 
                 setattr(parent, name, converted[layer])
     _cast_other_layers(model, is_native)
     if converted:
-        for flag in _BITSANDBYTES_FLAGS:
+        for flag in _FLAGS:
             vars(model).pop(flag, None)
+        vars(model)["hf_quantizer"] = ReplacedQuantizer(model)
+
+
+class ReplacedQuantizer:
+    """Takes the place of the quantizer of a model. diffusers and transformers then refuse to save it."""
+
+    is_trainable = False
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        formats = " and ".join(list_formats(model))
+        self.quantization_config = SimpleNamespace(quant_method=f"{formats} weights, which the device dequantizes,")
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """Return False: the file would not have the format of the library."""
+        return False
+
+    def dequantize(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Replace the layers by plain linear layers, as `model.dequantize()` does in diffusers."""
+        for parent in list(model.modules()):
+            for name, layer in parent.named_children():
+                if isinstance(layer, DequantizedLinear):
+                    setattr(parent, name, layer.to_linear())
+        del vars(model)["hf_quantizer"]
+        return model
 
 
 def _convert(layer: torch.nn.Module) -> torch.nn.Module | None:

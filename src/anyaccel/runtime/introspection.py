@@ -11,6 +11,7 @@ import torch
 
 from anyaccel.planning.facts import ComponentFacts, PipelineFacts
 from anyaccel.quantized_weights.library_layers import read_library
+from anyaccel.quantized_weights.replace_layers import ReplacedQuantizer
 from anyaccel.runtime.placement_state import Placement, find_placement
 from anyaccel.upstream.diffusers_internals import read_parallel_plan, read_repeated_blocks
 from anyaccel.upstream.torch_compile_internals import unwrap_compiled
@@ -96,12 +97,18 @@ def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> C
         convolutions=sum(isinstance(layer, torch.nn.Conv2d) for layer in layers),
         # diffusers models have is_quantized, transformers models have hf_quantizer.
         weight_libraries=tuple(sorted({read_library(layer) for layer in layers} - {""})),
-        quantized=bool(getattr(plain, "is_quantized", False) or getattr(plain, "hf_quantizer", None)),
+        quantized=_is_quantized(plain),
         has_own_dtype=is_transformers_model(plain),
         splits=_find_splits(plain),
         heads=_count_heads(plain),
         sharded=_count_sharded(plain),
     )
+
+
+def _is_quantized(module: torch.nn.Module) -> bool:
+    """Return whether a model cannot be cast, because a library has quantized it."""
+    quantizer = getattr(module, "hf_quantizer", None)
+    return bool(getattr(module, "is_quantized", False) or quantizer) and not isinstance(quantizer, ReplacedQuantizer)
 
 
 def _find_splits(module: torch.nn.Module) -> tuple[str, ...]:

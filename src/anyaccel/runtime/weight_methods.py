@@ -8,6 +8,7 @@ from typing import Any
 
 from anyaccel.backends.device_type_checks import is_host
 from anyaccel.runtime.placement.oom_retry import weights_on_cpu
+from anyaccel.runtime.placement.quantized_layers import check_not_dequantized
 from anyaccel.runtime.placement_state import find_placement
 from anyaccel.runtime.speed.quantize import check_not_quantized
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
@@ -21,6 +22,8 @@ WEIGHT_METHODS = (
     *(f"{verb}_{what}" for verb in ("fuse", "unfuse") for what in ("lora", "qkv_projections")),
 )
 
+_NEEDS_PLAIN_WEIGHTS = ("save_pretrained", "fuse_lora", "fuse_qkv_projections")
+
 
 def with_weights(kind: Any, name: str) -> Any:
     """Wrap a method that reads or changes weights, so offloaded weights are on the CPU during the call.
@@ -32,6 +35,8 @@ def with_weights(kind: Any, name: str) -> Any:
     @functools.wraps(getattr(kind, name))
     def call_with_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
         check_not_quantized(self, name)
+        if name in _NEEDS_PLAIN_WEIGHTS:
+            check_not_dequantized(self, name)
         placement = find_placement(self)
         with ExitStack() as stack:
             stack.enter_context(weights_on_cpu(self))

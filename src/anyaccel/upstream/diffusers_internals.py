@@ -110,14 +110,27 @@ def list_hooks(attributes: Mapping[str, Any]) -> tuple[str, ...]:
 def stop_layerwise_casting(layer: Any) -> Any:
     """Return the dtype in which a layer with layerwise casting computes, and stop casting; None if it has none.
 
-    The hook has no method to remove it (hooks/layerwise_casting.py, `deinitalize_hook`).
+    The hook cannot be removed (hooks/layerwise_casting.py, `deinitalize_hook`), so its functions are replaced.
     """
     registry = vars(layer).get(HOOK_ATTRIBUTE)
     hook = None if registry is None else registry.hooks.get("layerwise_casting")
     if hook is None:
         return None
-    hook.storage_dtype = hook.compute_dtype
+    if list(registry.hooks) == ["layerwise_casting"]:
+        # A deep copy of a layer with a registry would run the original layer.
+        del vars(layer)[HOOK_ATTRIBUTE], vars(layer)["forward"]
+        return hook.compute_dtype
+    reference = registry._fn_refs[registry._hook_order.index("layerwise_casting")]
+    reference.pre_forward, reference.post_forward = _keep_arguments, _keep_output
     return hook.compute_dtype
+
+
+def _keep_arguments(module: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, kwargs
+
+
+def _keep_output(module: Any, output: Any) -> Any:
+    return output
 
 
 def read_module(registry: Any) -> Any:

@@ -23,9 +23,6 @@ def allow_bitsandbytes_on_cpu() -> Iterator[None]:
     The quantizers of diffusers then raise `No GPU found. A GPU is needed for quantization.`, although bitsandbytes
     itself supports the CPU (quantizers/bitsandbytes/bnb_quantizer.py).
     """
-    if torch.cuda.is_available() or torch.xpu.is_available() or torch.backends.mps.is_available():
-        yield
-        return
     from diffusers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     with _LOCK:
@@ -39,11 +36,22 @@ def allow_bitsandbytes_on_cpu() -> Iterator[None]:
 
 def _make_cpu_quantizer(quantizer: Any) -> Any:
     class CpuQuantizer(quantizer):  # type: ignore[misc]
+        has_gpu = True
+
         def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-            """Do not require a GPU."""
+            if not self.has_gpu:
+                return  # the second check rejects models on the CPU
+            try:
+                super().validate_environment(*args, **kwargs)
+            except RuntimeError:
+                self.has_gpu = False
 
         def update_device_map(self, device_map: Any) -> Any:
-            return {"": "cpu"} if device_map is None else device_map
+            if device_map is None and self.has_gpu:
+                device_map = super().update_device_map(None)
+                # The tensors of a virtual device have a class of their own, which bitsandbytes does not accept.
+                self.has_gpu = type(torch.empty(0, device=device_map[""])) is torch.Tensor
+            return device_map if self.has_gpu else {"": "cpu"}
 
     CpuQuantizer.__name__ = quantizer.__name__
     return CpuQuantizer

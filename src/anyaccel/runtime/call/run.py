@@ -29,6 +29,7 @@ from anyaccel.runtime.placement.float32_weights import read_float32_weights, res
 from anyaccel.runtime.placement.inherit import follow_models
 from anyaccel.runtime.placement.oom_retry import run_within_memory, weights_on_cpu
 from anyaccel.runtime.placement.place import place_in_smaller_dtype, place_new_models
+from anyaccel.runtime.placement.quantized_layers import check_no_merged_adapters
 from anyaccel.runtime.placement.row_split import split_rows
 from anyaccel.runtime.placement_state import Placement, find_placement
 from anyaccel.runtime.speed.apply_speedups import apply_speedups
@@ -91,6 +92,7 @@ def _run_request(pipe: Any, placement: Placement, call: Call, args: tuple[Any, .
     request = read_call_request(pipe, call, args, kwargs)
     validate_call(pipe, placement, request)
     place_new_models(pipe, placement)
+    check_no_merged_adapters(pipe, placement)
     split = placement.plan.parallel.value
     if split is not None:
         # Before the generator states are stored: all ranks must replay from the states of rank 0.

@@ -166,6 +166,7 @@ def place_pipeline(
     # A residence that an earlier placement accepted is not checked again.
     if offloaded is None and (before is None or before.options.memory != options.memory):
         check_residence(options.memory, unified_memory=opened.sheet.unified_memory)
+    replace_unsupported_layers(find_models(pipe), opened)
     loaded = {component.name: component.dtype for component in read_facts(pipe).components}
     plan = plan_pipeline(pipe, opened, options, dtype)
     plan = plan if cast.requested else _keep_user_dtypes(pipe, plan, before, opened.sheet)
@@ -178,7 +179,6 @@ def place_pipeline(
     if plan.parallel.value is not None:
         join_ranks(opened, plan)
     _undo(pipe, before)
-    replace_unsupported_layers(pipe, plan, opened.sheet)
     try:
         placement = _plan_weights(pipe, Placement(opened, target, plan, options, loaded=loaded), offloaded)
         placement.vae_in_parts = before is not None and before.vae_in_parts
@@ -407,6 +407,7 @@ def place_new_models(pipe: Any, placement: Placement) -> None:
     new = {name: model for name, model in find_models(pipe).items() if placed.get(name) is not model}
     if not new:
         return
+    replace_unsupported_layers(new, placement.opened)
     placement.placed |= {name: weakref.ref(model) for name, model in new.items()}
     placement.call_plans.clear()
     facts = read_facts(pipe)

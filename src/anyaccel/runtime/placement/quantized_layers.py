@@ -2,19 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from anyaccel.backends.sheet import Sheet
-from anyaccel.planning.plan import Plan
+import torch
+
+from anyaccel.backends.device import OpenDevice, find_device
+from anyaccel.errors import UsageError
 from anyaccel.planning.weight_kernels import has_kernels
-from anyaccel.quantized_weights.replace_layers import replace_quantized_layers
+from anyaccel.quantized_weights.dequantized_linear import DequantizedLinear
+from anyaccel.quantized_weights.replace_layers import list_formats, replace_quantized_layers
 from anyaccel.runtime.introspection import find_models
+from anyaccel.runtime.placement_state import Placement
 
-__all__ = ["replace_unsupported_layers"]
+__all__ = ["check_no_merged_adapters", "check_not_dequantized", "replace_unsupported_layers"]
 
 
-def replace_unsupported_layers(pipe: Any, plan: Plan, sheet: Sheet) -> None:
-    """Replace the quantized layers of a pipeline that cannot run on the device as they are."""
+def replace_unsupported_layers(models: Mapping[str, torch.nn.Module], opened: OpenDevice) -> None:
+    """Replace the quantized layers of models that cannot run on the device as they are."""
+    sheet, virtual = opened.sheet, find_device(opened.sheet.name).virtual
+    for model in models.values():
+        replace_quantized_layers(model, lambda library: has_kernels(sheet, library, virtual=virtual))
+
+
+def check_not_dequantized(pipe: Any, operation: str) -> None:
+    """Raise `UsageError` if `operation` would change or save quantized layers that were replaced."""
+    for name, model in find_models(pipe).items():
+        formats = list_formats(model)
+        if formats:
+            raise UsageError(
+                f"{operation} is not possible: the device dequantizes the {', '.join(formats)} weights of {name} for "
+                "each call",
+                hint=f"call {operation} before the pipeline is placed, or first call pipe.{name}.dequantize(), which "
+                "needs the memory of the whole weights",
+            )
+
+
+def check_no_merged_adapters(pipe: Any, placement: Placement) -> None:
+    """Raise `UsageError` after `pipe.transformer.fuse_lora()`, which cannot change quantized weights."""
     models = find_models(pipe)
-    for name in dict.fromkeys(name for name, _ in plan.dequantized.value):
-        replace_quantized_layers(models[name], lambda library: has_kernels(sheet, library, virtual=plan.virtual))
+    for name in dict.fromkeys(name for name, _ in placement.plan.dequantized.value if name in models):
+        for layer in models[name].modules():
+            if getattr(layer, "merged", False) and isinstance(getattr(layer, "base_layer", None), DequantizedLinear):
+                raise UsageError(
+                    f"adapters cannot be fused into the quantized weights of {name}",
+                    hint=f"call pipe.{name}.unfuse_lora(): without fusing, adapters give the same image",
+                )
