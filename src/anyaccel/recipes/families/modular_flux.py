@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 from anyaccel.recipes.families import flux, flux_2
-from anyaccel.recipes.lazy_modules import diffusers
 from anyaccel.recipes.parts.calls import make_image, unprompted
 from anyaccel.recipes.parts.language_models import mistral_3
 from anyaccel.recipes.recipe import make_recipe
@@ -21,9 +20,7 @@ recipe_2 = functools.partial(make_recipe, family="flux-2")
 
 def call(**more: Any) -> dict[str, Any]:
     """Return call arguments for a 16x16 image, with at most 32 prompt tokens."""
-    return (
-        unprompted(output="images", prompt="a red fox", height=SIZE, width=SIZE, max_sequence_length=32) | more
-    )
+    return unprompted(output="images", prompt="a red fox", height=SIZE, width=SIZE, max_sequence_length=32) | more
 
 
 def parts_of_flux_2() -> dict[str, Any]:

@@ -1,12 +1,11 @@
-"""Recipes for tiny modular Z-Image, ERNIE-Image and Krea 2 pipelines."""
+"""Recipes for tiny modular Z-Image, ERNIE-Image and Qwen-Image pipelines."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-from anyaccel.recipes.families import ernie_image, krea, z_image
-from anyaccel.recipes.lazy_modules import diffusers
+from anyaccel.recipes.families import ernie_image, qwen_image, z_image
 from anyaccel.recipes.parts.calls import make_image, unprompted
 from anyaccel.recipes.recipe import make_recipe
 
@@ -15,51 +14,37 @@ __all__ = ["RECIPES"]
 SIZE = 16
 
 
-def parts_of_krea() -> dict[str, Any]:
-    """Return the components of a tiny modular Krea 2 pipeline."""
-    components = krea.parts()
-    return components
-
-
 def call(**more: Any) -> dict[str, Any]:
     """Return call arguments for a 16x16 image."""
     return unprompted(output="images", prompt="a red fox", height=SIZE, width=SIZE) | more
 
 
+def call_halfway(**more: Any) -> dict[str, Any]:
+    """Return call arguments for image-to-image at strength 0.5, which runs the last two of four steps."""
+    return call(image=make_image(SIZE), strength=0.5, num_inference_steps=4, **more)
+
+
+z = functools.partial(make_recipe, pipeline="ZImageModularPipeline", family="z-image", parts=z_image.parts)
+qwen = functools.partial(make_recipe, pipeline="QwenImageModularPipeline", family="qwen-image", parts=qwen_image.parts)
+
 RECIPES = (
-    make_recipe(
-        name="z-image-modular",
-        pipeline="ZImageModularPipeline",
-        family="z-image",
-        parts=lambda: z_image.parts() | {"guider": diffusers.ClassifierFreeGuidance(guidance_scale=5.0)},
-        call=lambda: call(negative_prompt="blue", max_sequence_length=64),
-    ),
-    make_recipe(
-        name="z-image-modular-image-to-image",
-        pipeline="ZImageModularPipeline",
-        family="z-image",
-        parts=z_image.parts,
-        call=lambda: call(image=make_image(SIZE), strength=0.5, num_inference_steps=4, max_sequence_length=64),
-    ),
+    z(name="z-image-modular", call=lambda: call(max_sequence_length=64)),
+    z(name="z-image-modular-image-to-image", call=lambda: call_halfway(max_sequence_length=64)),
     make_recipe(
         name="ernie-image-modular",
         pipeline="ErnieImageModularPipeline",
         family="ernie-image",
         parts=ernie_image.parts,
-        call=call,
+        call=lambda: call(negative_prompt="blue"),
     ),
-    make_recipe(
-        name="krea-2-modular",
-        pipeline="Krea2ModularPipeline",
-        family="krea",
-        parts=parts_of_krea,
-        call=lambda: call(negative_prompt="blue", max_sequence_length=256),
+    qwen(name="qwen-image-modular", call=lambda: call(negative_prompt="blue", max_sequence_length=300)),
+    qwen(
+        name="qwen-image-modular-image-to-image",
+        call=lambda: call_halfway(negative_prompt="blue", max_sequence_length=300),
     ),
-    make_recipe(
-        name="krea-2-turbo-modular",
-        pipeline="Krea2TurboModularPipeline",
-        family="krea",
-        parts=parts_of_krea,
-        call=lambda: call(max_sequence_length=256),
+    qwen(
+        name="qwen-image-modular-controlnet",
+        parts=qwen_image.parts_with_controlnet,
+        call=lambda: call(control_image=make_image(SIZE), negative_prompt="blue", max_sequence_length=300),
     ),
 )

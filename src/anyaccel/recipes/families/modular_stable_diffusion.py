@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from anyaccel.recipes.families import controlnet, stable_diffusion_3, stable_diffusion_xl
-from anyaccel.recipes.lazy_modules import diffusers
+from anyaccel.recipes.families import stable_diffusion_3, stable_diffusion_xl
 from anyaccel.recipes.parts.calls import make_image, mask, unprompted
 from anyaccel.recipes.recipe import make_recipe
 
