@@ -209,9 +209,9 @@ def _qwen_3_vl_config(**more: Any) -> Any:
     )
 
 
-def qwen_3_vl() -> Any:
+def qwen_3_vl(**more: Any) -> Any:
     """Return a tiny Qwen3-VL model with its vision tower, which uses 16-pixel patches."""
-    return transformers.Qwen3VLForConditionalGeneration(_qwen_3_vl_config())
+    return transformers.Qwen3VLForConditionalGeneration(_qwen_3_vl_config(**more))
 
 
 def qwen_3_vl_model(**more: Any) -> Any:
