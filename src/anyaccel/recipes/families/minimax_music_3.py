@@ -24,7 +24,7 @@ HOP_LENGTH = 4
 def parts() -> dict[str, Any]:
     """Return the components of a tiny MiniMax Music 3 pipeline.
 
-    A language model and a depth decoder generate audio codes, and a transformer denoises latents of their hidden states.
+    A language model and a depth decoder generate audio codes, and their hidden states guide the denoising of latents.
     """
     return {
         "tokenizer": qwen_tokenizer(),
