@@ -25,8 +25,11 @@ recipe = functools.partial(make_recipe, family="qwen-image")
 
 def parts_of_edit(**more: Any) -> dict[str, Any]:
     """Return the components of a tiny modular pipeline for editing, whose text encoder also reads the image."""
-    # The pipelines resize the image to about a million pixels. With 32x compression, that is 256 tokens.
-    vae = qwen_image.autoencoder_qwen(base_dim=4, dim_mult=[1] * 6, temperal_downsample=[False] * 5, **more)
+    # The pipelines resize the image to about a million pixels. With 32x compression, that is 256 tokens, and without
+    # residual blocks outside of the middle, encoding takes less than a second.
+    vae = qwen_image.autoencoder_qwen(
+        base_dim=4, dim_mult=[1] * 6, num_res_blocks=0, temperal_downsample=[False] * 5, **more
+    )
     components = qwen_image.parts(processor=qwen_2_vl_processor(), vae=vae)
     del components["tokenizer"]  # the processor has one
     return components

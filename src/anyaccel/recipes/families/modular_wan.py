@@ -1,4 +1,4 @@
-"""Recipes for tiny modular Wan pipelines: text-to-video, image-to-video, VACE and Wan Animate 2."""
+"""Recipes for tiny modular Wan pipelines: text-to-video, image-to-video and VACE."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from typing import Any
 from anyaccel.recipes.families import wan
 from anyaccel.recipes.lazy_modules import diffusers
 from anyaccel.recipes.parts.calls import embedding, make_image, make_video, unprompted
-from anyaccel.recipes.parts.image_encoders import clip_vision_model
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
 from anyaccel.recipes.recipe import make_recipe
 
-__all__ = ["RECIPES"]
-
-# Two tokens per side.
-ANIMATE_SIZE = 32
+__all__ = ["RECIPES", "call", "parts"]
 
 recipe = functools.partial(make_recipe, family="wan")
 
@@ -56,47 +52,6 @@ def parts_of_vace() -> dict[str, Any]:
     return parts("Wan22VaceBlocks", **experts)
 
 
-def parts_of_animate_2() -> dict[str, Any]:
-    """Return the components of a tiny Wan Animate 2 pipeline.
-
-    The transformer expects an autoencoder with 8x spatial and 4x temporal compression.
-    """
-    return wan.parts(
-        vae=wan.autoencoder_wan(halvings=3, temperal_downsample=[False, True, True], scale_factor_temporal=4),
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
-        # The width of the encoder and the size of its images are constants of the transformer and the pipeline.
-        image_encoder=clip_vision_model(hidden_size=1280, image_size=224, patch_size=32),
-        transformer=diffusers.WanAnimate2Transformer3DModel(
-            text_len=32,
-            in_dim=2 * wan.CHANNELS + 4,
-            dim=24,
-            ffn_dim=32,
-            freq_dim=32,
-            text_dim=TEXT_WIDTH,
-            out_dim=wan.CHANNELS,
-            num_heads=2,
-            num_layers=2,
-        ),
-    )
-
-
-def call_animate_2(**more: Any) -> dict[str, Any]:
-    """Return call arguments for animating an image with a five-frame video."""
-    return (
-        unprompted(
-            output="videos",
-            prompt="a red fox",
-            image=make_image(ANIMATE_SIZE),
-            driving_video=make_video(wan.FRAMES, ANIMATE_SIZE),
-            segment_frame_length=wan.FRAMES,
-            height=ANIMATE_SIZE,
-            width=ANIMATE_SIZE,
-            max_sequence_length=32,
-        )
-        | more
-    )
-
-
 def call(**more: Any) -> dict[str, Any]:
     """Return call arguments for a five-frame video, with prompt embeddings."""
     return (
@@ -132,17 +87,5 @@ RECIPES = (
         pipeline="Wan22VaceModularPipeline",
         parts=parts_of_vace,
         call=lambda: call(video=make_video(wan.FRAMES, wan.SIZE)),
-    ),
-    recipe(
-        name="wan-animate-2",
-        pipeline="WanAnimate2ModularPipeline",
-        parts=parts_of_animate_2,
-        call=lambda: call_animate_2(negative_prompt="blue"),
-    ),
-    recipe(
-        name="wan-animate-2-distilled",
-        pipeline="WanAnimate2DistilledModularPipeline",
-        parts=parts_of_animate_2,
-        call=call_animate_2,
     ),
 )
