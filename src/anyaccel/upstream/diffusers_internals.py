@@ -335,7 +335,7 @@ def disable_progress_bars(pipe: Any) -> None:
     (modular_pipelines/modular_pipeline.py).
     """
     pipe.set_progress_bar_config(disable=True)
-    blocks = [getattr(pipe, BLOCKS_ATTRIBUTE, None)]
+    blocks: list[Any] = [getattr(pipe, BLOCKS_ATTRIBUTE, None)]
     while blocks:
         block = blocks.pop()
         if hasattr(block, "set_progress_bar_config"):

@@ -10,12 +10,12 @@ from anyaccel.recipes.parts.tokenizers import qwen_tokenizer
 __all__ = ["qwen_2_vl_processor", "qwen_3_vl_processor"]
 
 
-def _without_video(processor: type) -> Any:
+def _without_video(processor: Any) -> Any:
     """Return a subclass of a transformers processor that does not require a video processor."""
 
     # The video processors of transformers require torchvision, which is not a dependency of anyaccel. transformers
     # reads the required parts from the names of the constructor arguments, so without this argument it needs none.
-    class ImageAndTextProcessor(processor):
+    class ImageAndTextProcessor(processor):  # type: ignore[misc] # a dynamic base class
         def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str | None = None) -> None:
             super().__init__(image_processor, tokenizer, None, chat_template=chat_template)
 
