@@ -10,8 +10,10 @@ from typing import Any
 import numpy
 import pytest
 
+from anyaccel.errors import AnyaccelError
 from anyaccel.processes.forked_call import call_in_fork
 from anyaccel.recipes import NOT_COVERED, Recipe, recipes, run
+from anyaccel.recipes.recipe import assemble
 from tests.conftest import NEEDS_RECIPES, SharedCache
 
 RECIPES = recipes()
@@ -35,6 +37,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The preprocess method is deprecated:FutureWarning"),
     # PRX inherits from a deprecated alias of a class.
     pytest.mark.filterwarnings("ignore:`LoraLoaderMixin` is deprecated:FutureWarning"),
+    # HeliosScheduler passes a torch scalar to a NumPy function.
+    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept context:DeprecationWarning"),
+    # The diffusion decoder of LTX-2.5 uses flex attention, which warns if it is not compiled.
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
     # The T2I-Adapter pipeline calls its own deprecated method.
     pytest.mark.filterwarnings("ignore:The decode_latents method is deprecated:FutureWarning"),
 ]
@@ -108,6 +114,18 @@ def test_a_pipeline_is_covered_or_not() -> None:
     for name, reason in NOT_COVERED.items():
         assert hasattr(diffusers, name)
         assert reason
+
+
+def test_a_modular_recipe_has_only_parts_that_its_blocks_expect() -> None:
+    with pytest.raises(AnyaccelError, match="do not expect add_watermarker, size") as caught:
+        assemble("StableDiffusionXLModularPipeline", lambda: {"add_watermarker": False, "size": 1})
+    assert caught.value.hint
+
+
+def test_a_modular_recipe_may_replace_the_blocks() -> None:
+    pipe: Any = RECIPES["wan-modular"].make()
+    assert "text_encoder" not in pipe.components
+    assert "prompt_embeds" in pipe.blocks.input_names
 
 
 def test_the_list_of_recipes_loads_no_torch() -> None:

@@ -1,5 +1,6 @@
 """Diffusers pipeline classes without a recipe, with the reason for each."""
 
+COMPILES_MASK = "compiles the mask of its flex attention, which takes many seconds in a new process"
 NEEDS_GUARDRAIL = "its license and code require the safety checker of cosmos_guardrail, which is not installed"
 NEEDS_INVERSION = "an image must be inverted in a separate call before the pipeline is called"
 NEEDS_QWEN_PROCESSOR = "the processor of Qwen 2.5 VL requires torchvision, which is not installed"
@@ -28,4 +29,6 @@ NOT_COVERED: dict[str, str] = {
     "QwenImageEditInpaintPipeline": NEEDS_QWEN_PROCESSOR,
     "QwenImageEditPipeline": NEEDS_QWEN_PROCESSOR,
     "QwenImageEditPlusPipeline": NEEDS_QWEN_PROCESSOR,
+    "WanAnimate2DistilledModularPipeline": COMPILES_MASK,
+    "WanAnimate2ModularPipeline": COMPILES_MASK,
 }

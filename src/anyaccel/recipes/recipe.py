@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from anyaccel.errors import AnyaccelError
 from anyaccel.recipes.lazy_modules import diffusers, numpy, torch
 from anyaccel.recipes.parts.weights import draw_weights
+from anyaccel.upstream.diffusers_internals import disable_progress_bars
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -48,7 +49,8 @@ def make_recipe(
 ) -> Recipe:
     """Return a recipe that builds a pipeline with `assemble` and gets its call arguments from `call`.
 
-    `parts` returns the pipeline's components and other constructor arguments.
+    `parts` returns the pipeline's components and other constructor arguments. For a modular pipeline, these are the
+    components and config values that its blocks expect and, to replace the default ones, the `blocks`.
     """
     make = functools.partial(assemble, pipeline, parts, finish)
     return Recipe(name=name, pipeline=pipeline, family=family, make=make, call=call)
@@ -63,7 +65,7 @@ def assemble(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        pipe: Any = getattr(diffusers, pipeline)(**parts())
+        pipe: Any = _construct(getattr(diffusers, pipeline), parts())
         if finish:
             finish(pipe)
     for name, component in pipe.components.items():
@@ -71,8 +73,23 @@ def assemble(
             # The seed depends on the name, so two encoders of one class have different weights. crc32, because hash()
             # of a string differs between processes.
             draw_weights(component.eval(), seed=SEED + zlib.crc32(name.encode()))
-    pipe.set_progress_bar_config(disable=True)
+    disable_progress_bars(pipe)
     return pipe  # type: ignore[no-any-return]
+
+
+def _construct(pipeline_class: Any, parts: dict[str, Any]) -> Any:
+    """Return a pipeline with the given parts."""
+    if not issubclass(pipeline_class, diffusers.ModularPipeline):
+        return pipeline_class(**parts)
+    pipe = pipeline_class(blocks=parts.pop("blocks", None))
+    unexpected = parts.keys() - {*pipe.components, *pipe.config}
+    if unexpected:  # diffusers only logs a warning
+        raise AnyaccelError(
+            f"the blocks of {pipeline_class.__name__} do not expect {', '.join(sorted(unexpected))}",
+            hint="remove these parts from the recipe",
+        )
+    pipe.update_components(**parts)
+    return pipe
 
 
 def run(recipe: Recipe, pipe: DiffusionPipeline) -> npt.NDArray[Any]:

@@ -11,7 +11,12 @@ import torch
 from anyaccel.forward_overrides import OVERRIDES_KEY
 from anyaccel.tracing.meta_module import MetaRunner, to_meta_module
 from anyaccel.upstream.accelerate_internals import HOOK_ATTRIBUTES
-from anyaccel.upstream.diffusers_internals import BLOCKS_ATTRIBUTE, HOOK_ATTRIBUTE, PIPELINE_HOOKS
+from anyaccel.upstream.diffusers_internals import (
+    BLOCKS_ATTRIBUTE,
+    HOOK_ATTRIBUTE,
+    PIPELINE_HOOKS,
+    disable_progress_bars,
+)
 from anyaccel.upstream.torch_compile_internals import unwrap_compiled
 from anyaccel.upstream.torch_internals import MODULE_HOOKS
 from anyaccel.upstream.transformers_internals import OUTPUT_HOOKS_ATTRIBUTE
@@ -47,19 +52,10 @@ def _clone(pipe: Any, kind: Any, runner: MetaRunner, copies: dict[int, Any]) -> 
         if isinstance(value, DiffusionPipeline):
             vars(clone)[name] = _clone(value, type(value), runner, copies)
     if BLOCKS_ATTRIBUTE in vars(clone):
-        blocks = vars(clone)[BLOCKS_ATTRIBUTE] = copy.deepcopy(vars(clone)[BLOCKS_ATTRIBUTE])
-        _disable_progress_bars(blocks)
+        vars(clone)[BLOCKS_ATTRIBUTE] = copy.deepcopy(vars(clone)[BLOCKS_ATTRIBUTE])
     vars(clone)[PIPELINE_HOOKS] = []
-    clone.set_progress_bar_config(disable=True)
+    disable_progress_bars(clone)
     return clone
-
-
-def _disable_progress_bars(blocks: Any) -> None:
-    # `ModularPipeline.set_progress_bar_config` does not change blocks inside of blocks (diffusers 0.42).
-    for block in (blocks.sub_blocks or {}).values():
-        if hasattr(block, "set_progress_bar_config"):
-            block.set_progress_bar_config(disable=True)
-        _disable_progress_bars(block)
 
 
 def _copy_component(name: str, component: Any, runner: MetaRunner) -> Any:

@@ -21,16 +21,19 @@ CHANNELS = 4
 recipe = functools.partial(make_recipe, family="qwen-image")
 
 
-def autoencoder_qwen() -> Any:
+def autoencoder_qwen(**more: Any) -> Any:
     """Return a tiny Qwen-Image autoencoder, a video autoencoder that encodes an image as one frame."""
     return diffusers.AutoencoderKLQwenImage(
-        base_dim=8,
-        z_dim=CHANNELS,
-        dim_mult=[1, 2],
-        num_res_blocks=1,
-        temperal_downsample=[False],
-        latents_mean=[0.0] * CHANNELS,
-        latents_std=[1.0] * CHANNELS,
+        **{
+            "base_dim": 8,
+            "z_dim": CHANNELS,
+            "dim_mult": [1, 2],
+            "num_res_blocks": 1,
+            "temperal_downsample": [False],
+            "latents_mean": [0.0] * CHANNELS,
+            "latents_std": [1.0] * CHANNELS,
+        }
+        | more
     )
 
 
