@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from anyaccel.recipes.lazy_modules import transformers
+from anyaccel.recipes.parts.image_encoders import siglip_vision_config
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
 from anyaccel.recipes.parts.tokenizers import GEMMA_VOCABULARY, GLM_VOCABULARY, LLAMA_VOCABULARY, QWEN_VOCABULARY
 
@@ -26,7 +27,9 @@ __all__ = [
     "qwen_3_model",
     "qwen_3_vl_model",
     "smol_lm",
+    "t5_gemma_2_encoder",
     "t5_gemma_encoder",
+    "t5_gemma_encoder_model",
 ]
 
 
@@ -180,9 +183,26 @@ def t5_gemma_encoder() -> Any:
     """Return the encoder of a tiny T5Gemma model."""
     # PRX requires this class, which transformers does not export. Its argument is the config of the encoder.
     module = importlib.import_module("transformers.models.t5gemma.modeling_t5gemma")
-    stack = transformers.models.t5gemma.T5GemmaModuleConfig(**decoder_arguments(GEMMA_VOCABULARY))
-    config = transformers.models.t5gemma.T5GemmaConfig(encoder=stack, decoder=stack, vocab_size=len(GEMMA_VOCABULARY))
-    return module.T5GemmaEncoder(config.encoder)
+    return module.T5GemmaEncoder(_t5_gemma_config().encoder)
+
+
+def t5_gemma_encoder_model() -> Any:
+    """Return a tiny T5Gemma model with only its encoder."""
+    return transformers.T5GemmaEncoderModel(_t5_gemma_config(is_encoder_decoder=False))
+
+
+def t5_gemma_2_encoder() -> Any:
+    """Return the encoder of a tiny T5Gemma 2 model with its vision tower."""
+    # dropout_rate has no default in transformers 5.22.
+    text = transformers.T5Gemma2TextConfig(**decoder_arguments(GEMMA_VOCABULARY, dropout_rate=0.0))
+    vision = siglip_vision_config()
+    return transformers.T5Gemma2Encoder(transformers.T5Gemma2EncoderConfig(text_config=text, vision_config=vision))
+
+
+def _t5_gemma_config(**more: Any) -> Any:
+    module = transformers.models.t5gemma
+    stack = module.T5GemmaModuleConfig(**decoder_arguments(GEMMA_VOCABULARY))
+    return module.T5GemmaConfig(encoder=stack, decoder=stack, vocab_size=len(GEMMA_VOCABULARY), **more)
 
 
 def qwen_3_vl_model() -> Any:
