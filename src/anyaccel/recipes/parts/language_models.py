@@ -6,11 +6,13 @@ import importlib
 from typing import Any
 
 from anyaccel.recipes.lazy_modules import transformers
-from anyaccel.recipes.parts.image_encoders import siglip_vision_config
+from anyaccel.recipes.parts.image_encoders import clip_vision_config, siglip_vision_config
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
 from anyaccel.recipes.parts.tokenizers import GEMMA_VOCABULARY, GLM_VOCABULARY, LLAMA_VOCABULARY, QWEN_VOCABULARY
 
 __all__ = [
+    "LLAVA_IMAGE_TOKENS",
+    "LLAVA_TOKENS",
     "decoder_arguments",
     "gemma",
     "gemma_2",
@@ -18,6 +20,7 @@ __all__ = [
     "glm",
     "llama",
     "llama_with_head",
+    "llava",
     "mistral_3",
     "mistral_3_model",
     "qwen_2_5_vl",
@@ -31,6 +34,10 @@ __all__ = [
     "t5_gemma_encoder",
     "t5_gemma_encoder_model",
 ]
+
+# Special tokens after those of the vocabulary of Llama. The first one stands for the patches of an image.
+LLAVA_TOKENS = ("<image>", "<|end_header_id|>")
+LLAVA_IMAGE_TOKENS = 4  # 2 x 2 patches
 
 
 def decoder_arguments(vocabulary: dict[str, int], **more: Any) -> dict[str, Any]:
@@ -156,6 +163,21 @@ def llama_with_head(**more: Any) -> Any:
     """Return a tiny Llama model with its language modeling head."""
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**decoder_arguments(LLAMA_VOCABULARY, pad_token_id=0) | more)
+    )
+
+
+def llava(**more: Any) -> Any:
+    """Return a tiny LLaVA model: a Llama decoder with a CLIP vision tower, for a tokenizer with `LLAVA_TOKENS`."""
+    text = transformers.LlamaConfig(**decoder_arguments(LLAMA_VOCABULARY, pad_token_id=0) | more)
+    text.vocab_size = len(LLAMA_VOCABULARY) + len(LLAVA_TOKENS)
+    return transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(
+            text_config=text,
+            vision_config=clip_vision_config(),
+            image_token_index=len(LLAMA_VOCABULARY),
+            image_seq_length=LLAVA_IMAGE_TOKENS,
+            pad_token_id=0,
+        )
     )
 
 
