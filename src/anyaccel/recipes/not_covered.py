@@ -9,7 +9,7 @@ __all__ = ["NOT_COVERED"]
 
 NOT_COVERED: dict[str, str] = {
     "Cosmos2_5_TransferPipeline": "its ControlNet resizes a mask with torchvision, which is not installed",
-    "EasyAnimateControlPipeline": "diffusers 0.42 passes text_encoder_index to its encode_prompt, which does not accept it",
+    "EasyAnimateControlPipeline": "diffusers 0.42 passes encode_prompt text_encoder_index, which it does not accept",
     "Kandinsky5I2IPipeline": NEEDS_QWEN_PROCESSOR,
     "KolorsImg2ImgPipeline": NEEDS_SENTENCEPIECE,
     "KolorsPAGPipeline": NEEDS_SENTENCEPIECE,
