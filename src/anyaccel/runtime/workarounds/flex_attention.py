@@ -6,6 +6,7 @@ CPU, CUDA, XPU, HPU and MPS (torch 2.13, nn/attention/flex_attention.py).
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,24 +32,25 @@ def use_dense_masks() -> Iterator[None]:
 
     with _lock:
         # The last block to end restores the function, which need not be the first that started.
-        _originals.append(_originals[0] if _originals else module.flex_attention)
-        module.flex_attention = _attend  # type: ignore[assignment]
+        original = _originals[0] if _originals else module.flex_attention
+        _originals.append(original)
+        module.flex_attention = functools.partial(_attend, original)
     try:
         yield
     finally:
         with _lock:
-            original = _originals.pop()
+            _originals.pop()
             if not _originals:
                 module.flex_attention = original
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Any = None, block_mask: Any = None, **more: Any
+    original: Any, query: Tensor, key: Tensor, value: Tensor, score_mod: Any = None, block_mask: Any = None, **more: Any
 ) -> Any:
     is_dense = score_mod is None and not more.get("return_lse") and not more.get("return_aux")
     if is_host(query.device) or not is_dense or torch.compiler.is_compiling():
-        return _originals[0](query, key, value, score_mod, block_mask, **more)
-    options = {"scale": more.get("scale"), "enable_gqa": bool(more.get("enable_gqa"))}
+        return original(query, key, value, score_mod, block_mask, **more)
+    options: dict[str, Any] = {"scale": more.get("scale"), "enable_gqa": bool(more.get("enable_gqa"))}
     if block_mask is None:
         return scaled_dot_product_attention(query, key, value, **options)
     mask = _make_dense_mask(block_mask, query, key)
@@ -64,7 +66,7 @@ def _make_dense_mask(block_mask: Any, query: Tensor, key: Tensor) -> Tensor:
     queries, keys = query.shape[-2], key.shape[-2]
     batch, heads = block_mask.kv_num_blocks.shape[:2]
     mask: Tensor = create_mask(block_mask.mask_mod, batch, heads, queries, keys, device=str(query.device))
-    blocks = block_mask.to_dense().bool().to(query.device)
+    blocks: Tensor = block_mask.to_dense().bool().to(query.device)
     for dim, size in zip((-2, -1), block_mask.BLOCK_SIZE, strict=True):
         blocks = blocks.repeat_interleave(size, dim)
-    return mask & blocks[..., :queries, :keys]
+    return mask.logical_and(blocks[..., :queries, :keys])
