@@ -82,7 +82,7 @@ def call_upsampler() -> dict[str, Any]:
 
 
 def call_long() -> dict[str, Any]:
-    """Return call arguments for a video of three temporal tiles, with one prompt for each of two segments."""
+    """Return call arguments for a video of several overlapping temporal tiles, with two prompts."""
     return call(
         prompt=["a red fox", "a blue bird"],
         cond_image=make_image(SIZE),
