@@ -37,9 +37,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The preprocess method is deprecated:FutureWarning"),
     # PRX inherits from a deprecated alias of a class.
     pytest.mark.filterwarnings("ignore:`LoraLoaderMixin` is deprecated:FutureWarning"),
-    # HeliosScheduler passes a torch scalar to a NumPy function.
+    # Helios's scheduler passes tensors to numpy.linspace.
     pytest.mark.filterwarnings("ignore:__array_wrap__ must accept context:DeprecationWarning"),
-    # The diffusion decoder of LTX-2.5 uses flex attention, which warns if it is not compiled.
+    # AnyFlow-FAR, Kandinsky 6 and the diffusion decoder of LTX-2 use flex attention, which is slow without compilation.
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
     # The T2I-Adapter pipeline calls its own deprecated method.
     pytest.mark.filterwarnings("ignore:The decode_latents method is deprecated:FutureWarning"),

@@ -306,3 +306,8 @@ def test_unwrap_no_grad() -> None:
 
     assert internals.unwrap_no_grad(function) is function
     assert internals.unwrap_no_grad(torch.no_grad()(torch.inference_mode()(function))) is function
+
+
+def test_flex_attention_is_supported_on_some_devices() -> None:
+    assert internals.supports_flex_attention(torch.empty(1))
+    assert not internals.supports_flex_attention(torch.empty(1, device="meta"))

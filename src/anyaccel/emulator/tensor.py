@@ -84,6 +84,8 @@ class VirtualTensor(torch.Tensor):
         """Raise TypeError, as on real devices; with `force`, copy the tensor to the CPU and convert it."""
         if force:
             return self.detach().cpu().numpy()
+        if torch.overrides.has_torch_function_unary(self):  # a function mode, which gets torch's own method
+            return torch.overrides.handle_torch_function(torch.Tensor.numpy, (self,), self)
         raise TypeError(
             f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
             "memory first."

@@ -75,6 +75,7 @@ __all__ = [
     "scaled_mm",
     "skip_function_modes",
     "skip_subclass_functions",
+    "supports_flex_attention",
     "tree_flatten",
     "tree_map",
     "tree_map_only",
@@ -418,3 +419,14 @@ def unwrap_no_grad(function: Any) -> Any:
     while getattr(function, "__globals__", {}).get("__name__") == "torch.utils._contextlib":
         function = function.__wrapped__
     return function
+
+
+def supports_flex_attention(query: torch.Tensor) -> bool:
+    """Return whether torch accepts flex attention on the device of a tensor (nn/attention/flex_attention.py)."""
+    from torch.nn.attention import flex_attention
+
+    try:
+        flex_attention._validate_device(query, query, query)
+    except (NotImplementedError, ValueError):
+        return False
+    return True

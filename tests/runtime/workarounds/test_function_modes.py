@@ -7,10 +7,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
+from anyaccel.planning import PipelineFacts, PlacementOptions, make_plan
 from anyaccel.runtime.workarounds import dynamic_shapes
-from anyaccel.runtime.workarounds.function_modes import ModelFunctionMode, PipelineFunctionMode, find_unpatched
+from anyaccel.runtime.workarounds.function_modes import (
+    ModelFunctionMode,
+    PipelineFunctionMode,
+    find_unpatched,
+    make_pipeline_function_mode,
+)
 from anyaccel.runtime.workarounds.host_transfer import HostTransfer, copy_or_fill
 
 
@@ -125,3 +132,17 @@ def test_gradients_of_small_cpu_tensors() -> None:
                 assert not copy_or_fill(weight, device).requires_grad
 
     run_forked("hpu", use)
+
+
+def test_a_tensor_on_the_device_is_converted_to_an_array() -> None:
+    def use(accelerator: VirtualAccelerator) -> None:
+        sheet = anyaccel.sheet(accelerator.name)
+        plan = make_plan(sheet, PipelineFacts(pipeline="Test"), PlacementOptions(), device=accelerator.name)
+        value = torch.arange(3.0).to(accelerator.device())
+        with make_pipeline_function_mode(plan, accelerator.device()):
+            assert value.numpy().tolist() == [0, 1, 2]
+        with pytest.raises(TypeError, match="numpy"):
+            value.numpy()
+
+    for device in ("mps", "neuron"):
+        run_forked(device, use)

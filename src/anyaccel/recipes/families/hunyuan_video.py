@@ -1,4 +1,7 @@
-"""Recipes for tiny HunyuanVideo pipelines, including SkyReels V1, FramePack and HunyuanVideo 1.5."""
+"""Recipes for tiny HunyuanVideo pipelines.
+
+They cover text-to-video, image-to-video, SkyReels V1, FramePack and HunyuanVideo 1.5.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,13 @@ from typing import Any
 from anyaccel.recipes.families.hunyuan_image import byt5
 from anyaccel.recipes.lazy_modules import diffusers
 from anyaccel.recipes.parts.calls import make_image, prompted, unprompted
-from anyaccel.recipes.parts.image_encoders import IMAGE_WIDTH, siglip_image_processor, siglip_vision
-from anyaccel.recipes.parts.language_models import llama, qwen_2_5_vl_text
+from anyaccel.recipes.parts.image_encoders import (
+    IMAGE_WIDTH,
+    clip_image_processor,
+    siglip_image_processor,
+    siglip_vision,
+)
+from anyaccel.recipes.parts.language_models import LLAVA_IMAGE_TOKENS, LLAVA_TOKENS, llama, llava, qwen_2_5_vl_text
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, clip_text
 from anyaccel.recipes.parts.tokenizers import clip_tokenizer, llama_tokenizer, qwen_tokenizer
 from anyaccel.recipes.recipe import make_recipe
@@ -64,6 +72,20 @@ def parts(**more: Any) -> dict[str, Any]:
         "text_encoder_2": clip_text(),
         "tokenizer_2": clip_tokenizer(),
     } | more
+
+
+def parts_of_image_to_video() -> dict[str, Any]:
+    """Return the components of a tiny HunyuanVideo image-to-video pipeline, with LLaVA as first text encoder.
+
+    The transformer receives the video latents concatenated with image latents and a mask.
+    """
+    shape = transformer_shape(in_channels=2 * CHANNELS + 1, image_condition_type="latent_concat")
+    return parts(
+        text_encoder=llava(num_hidden_layers=3),
+        tokenizer=llama_tokenizer(additional_special_tokens=list(LLAVA_TOKENS)),
+        transformer=diffusers.HunyuanVideoTransformer3DModel(**shape),
+        image_processor=clip_image_processor(),
+    )
 
 
 def parts_of_skyreels() -> dict[str, Any]:
@@ -121,6 +143,22 @@ def parts_of_version_1_5(*, task_type: str = "t2v") -> dict[str, Any]:
     }
 
 
+def call_image_to_video() -> dict[str, Any]:
+    """Return call arguments with a short prompt template.
+
+    The first frame latents are those of the image, and the pipeline drops the first four frames of the video.
+    """
+    start = 3  # <s>, <|end_header_id|> and a space come before the image tokens
+    template = {
+        "template": "<|end_header_id|> <image>See:<|end_header_id|>{}\nAI<|end_header_id|>\n",
+        "crop_start": 9,
+        "image_emb_len": LLAVA_IMAGE_TOKENS,
+        "image_emb_start": start,
+        "image_emb_end": start + LLAVA_IMAGE_TOKENS,
+    }
+    return call(image=make_image(SIZE), num_frames=9, max_sequence_length=32, prompt_template=template)
+
+
 def shorten_text(pipe: Any) -> None:
     """Shorten the system message and the prompt limits, as the tiny tokenizers use one token per letter."""
     pipe.system_message = "Describe."
@@ -145,6 +183,12 @@ def call(**more: Any) -> dict[str, Any]:
 
 RECIPES = (
     recipe(name="hunyuan-video", pipeline="HunyuanVideoPipeline", parts=parts, call=call),
+    recipe(
+        name="hunyuan-video-image-to-video",
+        pipeline="HunyuanVideoImageToVideoPipeline",
+        parts=parts_of_image_to_video,
+        call=call_image_to_video,
+    ),
     recipe(
         name="hunyuan-video-skyreels",
         pipeline="HunyuanSkyreelsImageToVideoPipeline",

@@ -14,7 +14,7 @@ from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, clip_text
 from anyaccel.recipes.parts.tokenizers import clip_tokenizer, qwen_tokenizer
 from anyaccel.recipes.recipe import make_recipe
 
-__all__ = ["RECIPES"]
+__all__ = ["RECIPES", "parts"]
 
 SIZE = 32
 

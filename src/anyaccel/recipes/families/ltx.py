@@ -81,7 +81,27 @@ def call_upsampler() -> dict[str, Any]:
     return arguments
 
 
+def call_long() -> dict[str, Any]:
+    """Return call arguments for a video of several overlapping temporal tiles, with two prompts."""
+    return call(
+        prompt=["a red fox", "a blue bird"],
+        cond_image=make_image(SIZE),
+        num_frames=17,
+        temporal_tile_size=9,
+        temporal_overlap=5,
+        decode_horizontal_tiles=2,
+        decode_vertical_tiles=2,
+        decode_overlap=1,
+    )
+
+
 RECIPES = (
+    recipe(
+        name="ltx-long-multi-prompt",
+        pipeline="LTXI2VLongMultiPromptPipeline",
+        parts=lambda: parts() | {"scheduler": diffusers.LTXEulerAncestralRFScheduler()},
+        call=call_long,
+    ),
     recipe(
         name="ltx-latent-upsample",
         pipeline="LTXLatentUpsamplePipeline",

@@ -14,7 +14,20 @@ from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
 from anyaccel.recipes.parts.tokenizers import gemma_tokenizer
 from anyaccel.recipes.recipe import make_recipe
 
-__all__ = ["RECIPES"]
+__all__ = [
+    "CHANNELS",
+    "FRAMES",
+    "MEL_BINS",
+    "RECIPES",
+    "SIZE",
+    "SOUND_CHANNELS",
+    "autoencoder_of_video",
+    "call",
+    "connectors",
+    "parts",
+    "transformer",
+    "transformer_shape",
+]
 
 SIZE = 32
 FRAMES = 5
@@ -77,25 +90,30 @@ def connectors() -> Any:
     )
 
 
-def transformer() -> Any:
-    """Return a tiny LTX-2 transformer, which has different widths for video and audio."""
-    return diffusers.LTX2VideoTransformer3DModel(
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        num_attention_heads=2,
-        attention_head_dim=8,
-        cross_attention_dim=16,
-        vae_scale_factors=(2, 4, 4),
-        base_height=SIZE,
-        base_width=SIZE,
-        audio_in_channels=SOUND_CHANNELS * MEL_BINS // 4,
-        audio_out_channels=SOUND_CHANNELS * MEL_BINS // 4,
-        audio_num_attention_heads=2,
-        audio_attention_head_dim=4,
-        audio_cross_attention_dim=8,
-        num_layers=2,
-        caption_channels=TEXT_WIDTH,
-    )
+def transformer_shape(**more: Any) -> dict[str, Any]:
+    """Return constructor arguments for a tiny transformer, which has different widths for video and audio."""
+    return {
+        "in_channels": CHANNELS,
+        "out_channels": CHANNELS,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "cross_attention_dim": 16,
+        "vae_scale_factors": (2, 4, 4),
+        "base_height": SIZE,
+        "base_width": SIZE,
+        "audio_in_channels": SOUND_CHANNELS * MEL_BINS // 4,
+        "audio_out_channels": SOUND_CHANNELS * MEL_BINS // 4,
+        "audio_num_attention_heads": 2,
+        "audio_attention_head_dim": 4,
+        "audio_cross_attention_dim": 8,
+        "num_layers": 2,
+        "caption_channels": TEXT_WIDTH,
+    } | more
+
+
+def transformer(**more: Any) -> Any:
+    """Return a tiny LTX-2 transformer."""
+    return diffusers.LTX2VideoTransformer3DModel(**transformer_shape(**more))
 
 
 def vocoder() -> Any:

@@ -54,6 +54,15 @@ def any_flow() -> dict[str, Any]:
     )
 
 
+def any_flow_far() -> dict[str, Any]:
+    """Return the components of a tiny AnyFlow-FAR pipeline, which generates the latent frames in chunks.
+
+    Frames of earlier chunks are compressed by larger patches.
+    """
+    shape = wan.transformer_shape(compressed_patch_size=(1, 4, 4), full_chunk_limit=2)
+    return any_flow() | {"transformer": diffusers.AnyFlowFARTransformer3DModel(**shape)}
+
+
 RECIPES = (
     recipe(
         name="wan-animate",
@@ -67,4 +76,11 @@ RECIPES = (
         ),
     ),
     recipe(name="any-flow", pipeline="AnyFlowPipeline", parts=any_flow, call=wan.call_embedded),
+    recipe(
+        name="any-flow-far",
+        pipeline="AnyFlowFARPipeline",
+        parts=any_flow_far,
+        # One chunk of two latent frames and one of one frame. Each shape of attention takes seconds to trace.
+        call=lambda: wan.call_embedded(chunk_partition=[2, 1]),
+    ),
 )

@@ -14,6 +14,7 @@ __all__ = [
     "clip_vision_model",
     "siglip_image_processor",
     "siglip_vision",
+    "siglip_vision_config",
 ]
 
 # Hidden size of the encoders, and side of their input in pixels: 2 x 2 patches of 16 pixels.
@@ -54,21 +55,24 @@ def clip_image_processor(size: int = IMAGE_SIZE) -> Any:
     return transformers.CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
 
 
-def siglip_vision(**more: Any) -> Any:
-    """Return a tiny SigLIP image encoder with two layers of width 32."""
-    return transformers.SiglipVisionModel(
-        transformers.SiglipVisionConfig(
-            **{
-                "hidden_size": IMAGE_WIDTH,
-                "intermediate_size": 37,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "image_size": IMAGE_SIZE,
-                "patch_size": 16,
-            }
-            | more
-        )
+def siglip_vision_config(**more: Any) -> Any:
+    """Return the configuration for a tiny SigLIP image encoder with two layers of width 32."""
+    return transformers.SiglipVisionConfig(
+        **{
+            "hidden_size": IMAGE_WIDTH,
+            "intermediate_size": 37,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": IMAGE_SIZE,
+            "patch_size": 16,
+        }
+        | more
     )
+
+
+def siglip_vision(**more: Any) -> Any:
+    """Return a tiny SigLIP image encoder."""
+    return transformers.SiglipVisionModel(siglip_vision_config(**more))
 
 
 def siglip_image_processor(size: int = IMAGE_SIZE) -> Any:

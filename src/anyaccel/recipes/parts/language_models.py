@@ -6,10 +6,13 @@ import importlib
 from typing import Any
 
 from anyaccel.recipes.lazy_modules import transformers
+from anyaccel.recipes.parts.image_encoders import clip_vision_config, siglip_vision_config
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
 from anyaccel.recipes.parts.tokenizers import GEMMA_VOCABULARY, GLM_VOCABULARY, LLAMA_VOCABULARY, QWEN_VOCABULARY
 
 __all__ = [
+    "LLAVA_IMAGE_TOKENS",
+    "LLAVA_TOKENS",
     "decoder_arguments",
     "gemma",
     "gemma_2",
@@ -17,6 +20,7 @@ __all__ = [
     "glm",
     "llama",
     "llama_with_head",
+    "llava",
     "mistral_3",
     "mistral_3_model",
     "qwen_2_5_vl",
@@ -28,8 +32,14 @@ __all__ = [
     "qwen_3_vl_model",
     "qwen_3_vl_text",
     "smol_lm",
+    "t5_gemma_2_encoder",
     "t5_gemma_encoder",
+    "t5_gemma_encoder_model",
 ]
+
+# Special tokens after those of the vocabulary of Llama. The first one stands for the patches of an image.
+LLAVA_TOKENS = ("<image>", "<|end_header_id|>")
+LLAVA_IMAGE_TOKENS = 4  # 2 x 2 patches
 
 
 def decoder_arguments(vocabulary: dict[str, int], **more: Any) -> dict[str, Any]:
@@ -158,6 +168,21 @@ def llama_with_head(**more: Any) -> Any:
     )
 
 
+def llava(**more: Any) -> Any:
+    """Return a tiny LLaVA model: a Llama decoder with a CLIP vision tower, for a tokenizer with `LLAVA_TOKENS`."""
+    text = transformers.LlamaConfig(**decoder_arguments(LLAMA_VOCABULARY, pad_token_id=0) | more)
+    text.vocab_size = len(LLAMA_VOCABULARY) + len(LLAVA_TOKENS)
+    return transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(
+            text_config=text,
+            vision_config=clip_vision_config(),
+            image_token_index=len(LLAMA_VOCABULARY),
+            image_seq_length=LLAVA_IMAGE_TOKENS,
+            pad_token_id=0,
+        )
+    )
+
+
 def mistral_3_model() -> Any:
     """Return a tiny Mistral 3 model without its language modeling head."""
     return mistral_3().model
@@ -182,9 +207,26 @@ def t5_gemma_encoder() -> Any:
     """Return the encoder of a tiny T5Gemma model."""
     # PRX requires this class, which transformers does not export. Its argument is the config of the encoder.
     module = importlib.import_module("transformers.models.t5gemma.modeling_t5gemma")
-    stack = transformers.models.t5gemma.T5GemmaModuleConfig(**decoder_arguments(GEMMA_VOCABULARY))
-    config = transformers.models.t5gemma.T5GemmaConfig(encoder=stack, decoder=stack, vocab_size=len(GEMMA_VOCABULARY))
-    return module.T5GemmaEncoder(config.encoder)
+    return module.T5GemmaEncoder(_t5_gemma_config().encoder)
+
+
+def t5_gemma_encoder_model() -> Any:
+    """Return a tiny T5Gemma model with only its encoder."""
+    return transformers.T5GemmaEncoderModel(_t5_gemma_config(is_encoder_decoder=False))
+
+
+def t5_gemma_2_encoder() -> Any:
+    """Return the encoder of a tiny T5Gemma 2 model with its vision tower."""
+    # dropout_rate has no default in transformers 5.22.
+    text = transformers.T5Gemma2TextConfig(**decoder_arguments(GEMMA_VOCABULARY, dropout_rate=0.0))
+    vision = siglip_vision_config()
+    return transformers.T5Gemma2Encoder(transformers.T5Gemma2EncoderConfig(text_config=text, vision_config=vision))
+
+
+def _t5_gemma_config(**more: Any) -> Any:
+    module = transformers.models.t5gemma
+    stack = module.T5GemmaModuleConfig(**decoder_arguments(GEMMA_VOCABULARY))
+    return module.T5GemmaConfig(encoder=stack, decoder=stack, vocab_size=len(GEMMA_VOCABULARY), **more)
 
 
 def _qwen_3_vl_config(**more: Any) -> Any:

@@ -25,7 +25,9 @@ def _shape_noise(name: str, noise: Any) -> Any:
     """Scale noise to parameter values with mean 1 for norm scales and mean 0 for other parameters."""
     # Divided by the square root of the fan-in, which keeps the variance of activations near 1.
     is_vector = noise.ndim == 0 or noise.shape[0] == noise.numel()
-    if is_vector and name in SCALE_NAMES:
+    # A single alpha is the slope of a tanh that replaces a norm. Several are logarithms, for example in Snake.
+    is_slope = name == "alpha" and noise.numel() == 1
+    if is_slope or (is_vector and name in SCALE_NAMES):
         return 1 + 0.1 * noise
     if is_vector:
         return 0.1 * noise

@@ -87,7 +87,7 @@ _ATTRIBUTE_ACCESS = ("__get__", "__set__")
 _MOVE_FUNCTIONS = (torch.Tensor.to, torch.Tensor.type_as)
 # Functions with handlers that move arguments themselves.
 _HANDLES_DEVICES = {
-    *_MOVE_FUNCTIONS, *_SPLITS, *RANDOM_FUNCTIONS, torch.Tensor.cpu, torch.Tensor.__getitem__,
+    *_MOVE_FUNCTIONS, *_SPLITS, *RANDOM_FUNCTIONS, torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.__getitem__,
 }  # fmt: skip
 # Types of functions that are implemented in C++, and of the methods that access an attribute.
 _C_FUNCTIONS = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
@@ -229,6 +229,7 @@ def make_pipeline_function_mode(
     host_transfer.cpu_tensors = cpu_tensors
     host_transfer.copy = copy
     handlers = _make_handlers(plan, device, host_transfer.replacements)
+    handlers[torch.Tensor.numpy] = _convert_to_numpy
     # After the dtype handlers, which these replace: noise is drawn in float32 and cast before the copy.
     handlers |= noise.make_handlers(device, host_transfer.replacements, host_transfer.copy)
     if side_stream_copy is not None:
@@ -248,6 +249,15 @@ def make_model_function_mode(plan: Plan, device: torch.device) -> ModelFunctionM
     if "noise" in plan.workarounds.value:
         handlers |= noise.make_handlers(device, replacements)
     return ModelFunctionMode(handlers)
+
+
+def _convert_to_numpy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copy a tensor to the CPU and convert it to an array.
+
+    Motif-Video passes an image on the device to an image processor, which calls `numpy()` if it does not use
+    torchvision (transformers 5.22, image_processing_backends.py).
+    """
+    return func(args[0].cpu(), *args[1:], **kwargs)
 
 
 def _keep_schedule_on_cpu(host_transfer: HostTransfer, inner: Handler | None) -> Handler:
