@@ -24,7 +24,9 @@ __all__ = [
     "qwen_2_vl",
     "qwen_3",
     "qwen_3_model",
+    "qwen_3_vl",
     "qwen_3_vl_model",
+    "qwen_3_vl_text",
     "smol_lm",
     "t5_gemma_encoder",
 ]
@@ -185,8 +187,7 @@ def t5_gemma_encoder() -> Any:
     return module.T5GemmaEncoder(config.encoder)
 
 
-def qwen_3_vl_model() -> Any:
-    """Return a tiny Qwen3-VL model without its language modeling head."""
+def _qwen_3_vl_config(**more: Any) -> Any:
     # mrope_section: see _qwen_2_5_decoder. Qwen 3 VL interleaves the three sections.
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     vision = {
@@ -198,16 +199,29 @@ def qwen_3_vl_model() -> Any:
         "deepstack_visual_indexes": [0],
         "num_position_embeddings": 16,
     }
-    return transformers.Qwen3VLModel(
-        transformers.Qwen3VLConfig(
-            text_config=decoder_arguments(QWEN_VOCABULARY, **_qwen_token_ids()) | {"rope_parameters": rope},
-            vision_config=vision,
-            image_token_id=QWEN_VOCABULARY["<|image_pad|>"],
-            video_token_id=QWEN_VOCABULARY["<|video_pad|>"],
-            vision_start_token_id=QWEN_VOCABULARY["<|vision_start|>"],
-            vision_end_token_id=QWEN_VOCABULARY["<|vision_end|>"],
-        )
+    return transformers.Qwen3VLConfig(
+        text_config=decoder_arguments(QWEN_VOCABULARY, **_qwen_token_ids()) | {"rope_parameters": rope} | more,
+        vision_config=vision,
+        image_token_id=QWEN_VOCABULARY["<|image_pad|>"],
+        video_token_id=QWEN_VOCABULARY["<|video_pad|>"],
+        vision_start_token_id=QWEN_VOCABULARY["<|vision_start|>"],
+        vision_end_token_id=QWEN_VOCABULARY["<|vision_end|>"],
     )
+
+
+def qwen_3_vl() -> Any:
+    """Return a tiny Qwen3-VL model with its vision tower, which uses 16-pixel patches."""
+    return transformers.Qwen3VLForConditionalGeneration(_qwen_3_vl_config())
+
+
+def qwen_3_vl_model(**more: Any) -> Any:
+    """Return a tiny Qwen3-VL model without its language modeling head."""
+    return transformers.Qwen3VLModel(_qwen_3_vl_config(**more))
+
+
+def qwen_3_vl_text() -> Any:
+    """Return the text decoder of a tiny Qwen3-VL model, without the vision tower."""
+    return qwen_3_vl_model().language_model
 
 
 def gemma_3() -> Any:
