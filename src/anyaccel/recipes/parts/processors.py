@@ -15,7 +15,7 @@ def _without_video(processor: type) -> Any:
 
     # The video processors of transformers require torchvision, which is not a dependency of anyaccel. transformers
     # reads the required parts from the names of the constructor arguments, so without this argument it needs none.
-    class ImageAndTextProcessor(processor):
+    class ImageAndTextProcessor(processor):  # type: ignore[misc]
         def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str | None = None) -> None:
             super().__init__(image_processor, tokenizer, None, chat_template=chat_template)
 
