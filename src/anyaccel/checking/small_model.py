@@ -41,6 +41,7 @@ def make_small_model(path: Path) -> SmallModel:
         family=base.family,
         make=functools.partial(assemble, folder.pipeline, make_components),
         call=functools.partial(_make_call, folder, base),
+        prepare=base.prepare,
     )
     return SmallModel(recipe=recipe, notes=tuple(notes))
 

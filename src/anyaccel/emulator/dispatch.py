@@ -13,7 +13,7 @@ from anyaccel.backends.device_type_checks import is_host
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.generator import find_generator_device
 from anyaccel.emulator.limit_index import LimitIndex, OperationFacts, read_operation
-from anyaccel.emulator.recurrent_cells import SUBSTITUTES
+from anyaccel.emulator.substitutes import SUBSTITUTES
 from anyaccel.emulator.tensor import VirtualTensor, active, wrap
 from anyaccel.upstream.torch_internals import FakeTensor, can_decompose
 

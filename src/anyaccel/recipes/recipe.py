@@ -36,6 +36,8 @@ class Recipe:
     """Returns a new float32 pipeline in eval mode, with the same weights every time."""
     call: Callable[[], dict[str, Any]]
     """Returns new keyword arguments for one call."""
+    prepare: Callable[[Any], None] | None = None
+    """Prepares the pipeline before each call: LEDITS++ inverts the image that it then edits."""
 
 
 def make_recipe(
@@ -46,6 +48,7 @@ def make_recipe(
     parts: Callable[[], dict[str, Any]],
     call: Callable[[], dict[str, Any]],
     finish: Callable[[Any], None] | None = None,
+    prepare: Callable[[Any], None] | None = None,
 ) -> Recipe:
     """Return a recipe that builds a pipeline with `assemble` and gets its call arguments from `call`.
 
@@ -53,7 +56,7 @@ def make_recipe(
     components and config values that its blocks expect and, to replace the default ones, the `blocks`.
     """
     make = functools.partial(assemble, pipeline, parts, finish)
-    return Recipe(name=name, pipeline=pipeline, family=family, make=make, call=call)
+    return Recipe(name=name, pipeline=pipeline, family=family, make=make, call=call, prepare=prepare)
 
 
 def assemble(
@@ -100,6 +103,8 @@ def run(recipe: Recipe, pipe: DiffusionPipeline) -> npt.NDArray[Any]:
     # Some pipelines ignore `generator` and draw from the global one, for example CogView 4 with control.
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(SEED)
+        if recipe.prepare:
+            recipe.prepare(pipe)
         output = pipe(**_move_tensors(recipe.call(), pipe.device))  # type: ignore[operator,attr-defined]
     # A modular pipeline returns a plain value instead of an output object.
     values = output.to_tuple() if hasattr(output, "to_tuple") else (output,)

@@ -42,6 +42,13 @@ def replacements_of(plan: Plan) -> dict[torch.dtype, torch.dtype]:
     return {getattr(torch, name): getattr(torch, instead) for name, instead in pairs}
 
 
+def write_first(target: Tensor, values: Tensor) -> Tensor:
+    """Write the first value, selected by a mask."""
+    mask = torch.tensor([True, False], device=target.device)
+    target[mask] = values[mask]
+    return target
+
+
 count_to: Any = torch.arange
 FLOAT64, INT64 = torch.float64, torch.int64
 PROGRAMS: dict[str, Any] = {
@@ -115,6 +122,8 @@ PROGRAMS: dict[str, Any] = {
     "one_hot": lambda on, d: torch.nn.functional.one_hot(torch.arange(3, device=d), 4).float(),
     "where": lambda on, d: torch.where(torch.full((3,), True, device=d), on, 0.0),
     "a mask": lambda on, d: on[torch.full((2,), True, device=d)],
+    "writing by a mask": lambda on, d: write_first(torch.full((2,), 7, device=d), on.argmax(1)).float(),
+    "writing into a result by a mask": lambda on, d: write_first(on.argmax(1), torch.full((2,), 7, device=d)).float(),
     "a 0-dim mask": lambda on, d: on[torch.tensor(True)],
     "timestep embedding": lambda on, d: torch.exp(-torch.arange(4, dtype=FLOAT64, device=d) / 4).float(),
 }
@@ -167,6 +176,22 @@ def test_no_unsupported_dtype_on_the_device(device: str) -> None:
         for name, program in MIXED_DEVICES.items():
             check(name, program, modes[0], target, replaced)
         assert [row for row in accelerator.ledger.rows() if row.effect in ("error", "wrong")] == []
+
+    run_forked(device, use, strict=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_histogram_of_integers(device: str) -> None:
+    """The experts of transformers count their tokens with integers on devices, but with floats on the CPU."""
+
+    def use(accelerator: VirtualAccelerator) -> None:
+        plan, target = plan_for(accelerator), accelerator.device()
+        values = torch.tensor([0, 2, 2, 3], dtype=torch.int32).to(target)
+        for mode in (make_pipeline_function_mode(plan, target), make_model_function_mode(plan, target)):
+            with mode or torch.no_grad():
+                counts = torch.histc(values, bins=4, min=0, max=3)
+            assert (counts.device, counts.dtype) == (target, torch.int32)
+            assert counts.cpu().tolist() == [1, 0, 2, 1]
 
     run_forked(device, use, strict=True)
 

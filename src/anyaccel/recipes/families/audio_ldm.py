@@ -1,4 +1,4 @@
-"""Recipes for tiny AudioLDM and AudioLDM 2 pipelines."""
+"""Recipes for tiny AudioLDM, AudioLDM 2 and MusicLDM pipelines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from anyaccel.recipes.lazy_modules import diffusers, transformers
 from anyaccel.recipes.parts.autoencoders import autoencoder_kl
-from anyaccel.recipes.parts.calls import prompted
+from anyaccel.recipes.parts.calls import embedding, prompted
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, t5_encoder
 from anyaccel.recipes.parts.tokenizers import ROBERTA_VOCABULARY, roberta_tokenizer, t5_tokenizer
 from anyaccel.recipes.recipe import make_recipe
@@ -111,6 +111,14 @@ def audio_ldm() -> dict[str, Any]:
     }
 
 
+def music_ldm() -> dict[str, Any]:
+    """Return the components of a tiny MusicLDM pipeline, which can rank several waveforms with CLAP."""
+    return audio_ldm() | {
+        "text_encoder": clap(),
+        "feature_extractor": transformers.ClapFeatureExtractor(feature_size=4, hop_length=8000),
+    }
+
+
 def audio_ldm_2() -> dict[str, Any]:
     """Return the components of a tiny AudioLDM 2 pipeline.
 
@@ -156,7 +164,20 @@ def call() -> dict[str, Any]:
     return prompted(audio_length_in_s=0.001)
 
 
+def call_with_embeddings() -> dict[str, Any]:
+    """Return call arguments with prompt embeddings instead of a prompt.
+
+    diffusers 0.42 expects the text features of CLAP as a tensor, which transformers 5 no longer returns.
+    """
+    return call() | {
+        "prompt": None,
+        "prompt_embeds": embedding(1, TEXT_WIDTH),
+        "negative_prompt_embeds": embedding(1, TEXT_WIDTH, seed=4),
+    }
+
+
 RECIPES = (
     recipe(name="audio-ldm", pipeline="AudioLDMPipeline", parts=audio_ldm, call=call),
     recipe(name="audio-ldm-2", pipeline="AudioLDM2Pipeline", parts=audio_ldm_2, call=call),
+    recipe(name="music-ldm", pipeline="MusicLDMPipeline", parts=music_ldm, call=call_with_embeddings),
 )

@@ -11,7 +11,7 @@ from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, clip_text
 from anyaccel.recipes.parts.tokenizers import clip_tokenizer
 from anyaccel.recipes.recipe import make_recipe
 
-__all__ = ["RECIPES", "denoiser", "parts"]
+__all__ = ["RECIPES", "denoiser", "parts", "scheduler"]
 
 SIZE = 16
 

@@ -34,21 +34,24 @@ TIME_SCALE = 2
 recipe = functools.partial(make_recipe, family="wan")
 
 
-def autoencoder_wan(*, halvings: int = 1) -> Any:
+def autoencoder_wan(*, halvings: int = 1, **more: Any) -> Any:
     """Return a tiny Wan autoencoder.
 
     It halves the width, height and frame count `halvings` times; the first frame is always kept.
     """
     return diffusers.AutoencoderKLWan(
-        base_dim=8,
-        z_dim=CHANNELS,
-        dim_mult=[1] + [2] * halvings,
-        num_res_blocks=1,
-        temperal_downsample=[True] * halvings,
-        latents_mean=[0.0] * CHANNELS,
-        latents_std=[1.0] * CHANNELS,
-        scale_factor_temporal=TIME_SCALE**halvings,
-        scale_factor_spatial=2**halvings,
+        **{
+            "base_dim": 8,
+            "z_dim": CHANNELS,
+            "dim_mult": [1] + [2] * halvings,
+            "num_res_blocks": 1,
+            "temperal_downsample": [True] * halvings,
+            "latents_mean": [0.0] * CHANNELS,
+            "latents_std": [1.0] * CHANNELS,
+            "scale_factor_temporal": TIME_SCALE**halvings,
+            "scale_factor_spatial": 2**halvings,
+        }
+        | more
     )
 
 

@@ -12,6 +12,8 @@ __all__ = [
     "clip_vision",
     "clip_vision_config",
     "clip_vision_model",
+    "siglip_2_image_processor",
+    "siglip_2_vision",
     "siglip_image_processor",
     "siglip_vision",
     "siglip_vision_config",
@@ -78,3 +80,22 @@ def siglip_vision(**more: Any) -> Any:
 def siglip_image_processor(size: int = IMAGE_SIZE) -> Any:
     """Return a SigLIP image processor that resizes images to `size` x `size` pixels."""
     return transformers.SiglipImageProcessor(size={"height": size, "width": size})
+
+
+def siglip_2_vision() -> Any:
+    """Return a tiny SigLIP 2 image encoder with two layers of width 32, which accepts any aspect ratio."""
+    return transformers.Siglip2VisionModel(
+        transformers.Siglip2VisionConfig(
+            hidden_size=IMAGE_WIDTH,
+            intermediate_size=37,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_patches=(IMAGE_SIZE // 16) ** 2,
+            patch_size=16,
+        )
+    )
+
+
+def siglip_2_image_processor() -> Any:
+    """Return a SigLIP 2 image processor that splits images into at most 2 x 2 patches of 16 pixels."""
+    return transformers.Siglip2ImageProcessor(patch_size=16, max_num_patches=(IMAGE_SIZE // 16) ** 2)

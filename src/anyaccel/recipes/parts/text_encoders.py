@@ -7,7 +7,7 @@ from typing import Any
 from anyaccel.recipes.lazy_modules import transformers
 from anyaccel.recipes.parts.tokenizers import BERT_VOCABULARY, CLIP_VOCABULARY, T5_VOCABULARY
 
-__all__ = ["TEXT_WIDTH", "bert", "clip_text", "clip_text_with_projection", "t5_encoder", "umt5_encoder"]
+__all__ = ["TEXT_WIDTH", "bert", "bert_config", "clip_text", "clip_text_with_projection", "t5_encoder", "umt5_encoder"]
 
 # Hidden size of every text encoder and language model, so recipes can exchange them.
 TEXT_WIDTH = 32
@@ -79,18 +79,21 @@ def umt5_encoder(**more: Any) -> Any:
     )
 
 
-def bert(**more: Any) -> Any:
-    """Return a tiny BERT encoder with two layers of width 32."""
-    return transformers.BertModel(
-        transformers.BertConfig(
-            **{
-                "vocab_size": len(BERT_VOCABULARY),
-                "hidden_size": TEXT_WIDTH,
-                "intermediate_size": 37,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "max_position_embeddings": 77,
-            }
-            | more
-        )
+def bert_config(**more: Any) -> Any:
+    """Return the configuration for a tiny BERT model with two layers of width 32."""
+    return transformers.BertConfig(
+        **{
+            "vocab_size": len(BERT_VOCABULARY),
+            "hidden_size": TEXT_WIDTH,
+            "intermediate_size": 37,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 77,
+        }
+        | more
     )
+
+
+def bert(**more: Any) -> Any:
+    """Return a tiny BERT encoder."""
+    return transformers.BertModel(bert_config(**more))

@@ -12,6 +12,8 @@ __all__ = [
     "BERT_VOCABULARY",
     "CLIP_VOCABULARY",
     "GEMMA_VOCABULARY",
+    "GLM_IMAGE_CODES",
+    "GLM_IMAGE_VOCABULARY",
     "GLM_VOCABULARY",
     "LLAMA_VOCABULARY",
     "QWEN_VOCABULARY",
@@ -21,6 +23,7 @@ __all__ = [
     "bert_tokenizer",
     "clip_tokenizer",
     "gemma_tokenizer",
+    "glm_image_tokenizer",
     "glm_tokenizer",
     "llama_tokenizer",
     "qwen_tokenizer",
@@ -92,6 +95,18 @@ LLAMA_VOCABULARY = make_vocabulary(
 )
 GLM_PREFIX_TOKENS = ("[gMASK]", "<sop>")
 GLM_VOCABULARY = make_vocabulary([*byte_characters(), "<|endoftext|>", *GLM_PREFIX_TOKENS])
+GLM_IMAGE_SPECIAL_TOKENS = {"image_token": "<|image|>", "grid_bos_token": "<sop>", "grid_eos_token": "<eop>"}
+# The codes of image tokens come first. The real vocabulary has 16384 of them.
+GLM_IMAGE_CODES = 16
+GLM_IMAGE_VOCABULARY = make_vocabulary(
+    [
+        *(f"<|dit_token_{code}|>" for code in range(GLM_IMAGE_CODES)),
+        *("<|dit_token_16384|>", "<|dit_token_16385|>"),
+        *byte_characters(),
+        "<|endoftext|>",
+        *GLM_IMAGE_SPECIAL_TOKENS.values(),
+    ]
+)
 
 # The ChatML template of Qwen, without tools and the default system message: every character is a token here.
 CHAT_TEMPLATE = """\
@@ -134,10 +149,10 @@ def qwen_tokenizer(*, max_length: int = 1024, **more: Any) -> Any:
     )
 
 
-def gemma_tokenizer(*, max_length: int = 512) -> Any:
+def gemma_tokenizer(*, max_length: int = 512, **more: Any) -> Any:
     """Return a Gemma tokenizer with one token per character, a start token and left padding."""
     return transformers.GemmaTokenizer(
-        vocab=GEMMA_VOCABULARY, merges=[], add_bos_token=True, model_max_length=max_length
+        vocab=GEMMA_VOCABULARY, merges=[], add_bos_token=True, model_max_length=max_length, **more
     )
 
 
@@ -163,6 +178,22 @@ def glm_tokenizer(*, max_length: int = 1024) -> Any:
         eos_token="<|endoftext|>",
         padding_side="left",
         model_max_length=max_length,
+    )
+
+
+def glm_image_tokenizer() -> Any:
+    """Return a GLM-Image tokenizer with one token per byte and tokens for images and their sizes."""
+    library = importlib.import_module("tokenizers")
+    backend = library.Tokenizer(library.models.BPE(vocab=GLM_IMAGE_VOCABULARY, merges=[]))
+    backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = library.decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<|endoftext|>",
+        eos_token="<|endoftext|>",
+        bos_token="<|dit_token_16384|>",
+        padding_side="left",
+        extra_special_tokens=GLM_IMAGE_SPECIAL_TOKENS,
     )
 
 

@@ -78,6 +78,7 @@ def make_handlers(
     handlers |= dict.fromkeys(_CASTS, replacer.cast)
     if torch.int64 in replacements:
         handlers |= dict.fromkeys(_NEEDS_INT64, _widen_indices)
+        handlers[Tensor.__setitem__] = replacer.write
     return handlers
 
 
@@ -137,6 +138,23 @@ class _DtypeReplacer:
             if dtype in self.replacements:
                 kwargs = {**kwargs, "dtype": self.replacements[dtype]}
         return self.call(func, args, kwargs)
+
+    def write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `tensor[index] = values`, which requires values with the tensor's dtype if the index is a tensor.
+
+        `torch.full` returns int32 instead of int64, but `argmax` still returns int64.
+        """
+        tensor, index, values = args
+        if isinstance(values, Tensor) and values.dtype != tensor.dtype and self._are_replaced(tensor, values):
+            args = (tensor, index, values.to(tensor.dtype))
+        return self.call(func, args, kwargs)
+
+    def _are_replaced(self, first: Tensor, second: Tensor) -> bool:
+        """Return whether the dtype of one of two tensors on the device replaces the other's."""
+        if not (is_on(first.device, self.device_type) and is_on(second.device, self.device_type)):
+            return False
+        replacements = self.replacements
+        return replacements.get(first.dtype) == second.dtype or replacements.get(second.dtype) == first.dtype
 
     def _default_dtype(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
         """Return the dtype that a factory function uses if `dtype=` is not given.

@@ -28,9 +28,16 @@ def make_handlers(device: torch.device) -> dict[Any, Any]:
     cpu_fallback = _CpuFallback(device)
     handlers: dict[Any, Any] = dict.fromkeys(
         (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere, torch.unique, Tensor.unique, torch.bincount,
-         Tensor.bincount, torch.unique_consecutive, Tensor.unique_consecutive, torch.histc, Tensor.histc),
+         Tensor.bincount, torch.unique_consecutive, Tensor.unique_consecutive),
         cpu_fallback.run,
     )  # fmt: skip
+
+    def histc(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        if tensor.device.type != device_type or tensor.is_floating_point():
+            return cpu_fallback.run(func, args, kwargs)
+        # transformers passes integers on all devices but CPU and MPS: torch.histc does not support them on the CPU.
+        return func(tensor.cpu().double(), *args[1:], **kwargs).to(tensor.dtype).to(tensor.device)
 
     def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor, index = args
@@ -54,6 +61,8 @@ def make_handlers(device: torch.device) -> dict[Any, Any]:
 
     return handlers | {
         Tensor.__getitem__: getitem,
+        torch.histc: histc,
+        Tensor.histc: histc,
         torch.masked_select: masked_select,
         Tensor.masked_select: masked_select,
         torch.where: where,
