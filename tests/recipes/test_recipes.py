@@ -41,6 +41,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:__array_wrap__ must accept context:DeprecationWarning"),
     # AnyFlow-FAR, Kandinsky 6 and the diffusion decoder of LTX-2 use flex attention, which is slow without compilation.
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
+    # Nucleus-Image creates a linear layer without outputs.
+    pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op:UserWarning"),
+    # DiffusionGemma's model in transformers is decorated with torch.jit.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
     # The T2I-Adapter pipeline calls its own deprecated method.
     pytest.mark.filterwarnings("ignore:The decode_latents method is deprecated:FutureWarning"),
 ]
