@@ -184,6 +184,20 @@ def test_a_model_keeps_weights_that_were_loaded_in_another_dtype(
     assert (done.returncode, done.stdout) == (0, "torch.float32 torch.float16\n"), done.stderr
 
 
+@NEEDS_RECIPES
+def test_a_cast_of_the_script_casts_all_weights(run_cli_forked: RunCli, tmp_path: Path) -> None:
+    pipe: Any = recipes()["wan"].make()
+    pipe.save_pretrained(tmp_path / "model")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import diffusers, torch\n"
+        f"pipe = diffusers.WanPipeline.from_pretrained({str(tmp_path / 'model')!r}).to('cuda', torch.bfloat16)\n"
+        "print({weight.dtype for weight in pipe.transformer.parameters()})\n"
+    )
+    done = run_cli_forked("run", "--device", "cpu", str(script))
+    assert (done.returncode, done.stdout) == (0, "{torch.bfloat16}\n"), done.stderr
+
+
 def test_interrupt_exits_with_130(run_cli_forked: RunCli, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     # Set the handler: a background process ignores SIGINT.

@@ -192,13 +192,14 @@ def _is_accelerator(value: Any, migration: Migration) -> bool:
 
 def place_script_pipeline(pipe: Any, device: torch.device, dtype: torch.dtype | None, migration: Migration) -> Any:
     """Place a pipeline on the device, in the script's dtypes if the device supports them."""
-    from anyaccel.runtime.pipeline import Portable, make_portable, place
+    from anyaccel.runtime.pipeline import Portable, make_portable
 
     placement_options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     # A pipeline that is already placed, or was loaded by anyaccel, keeps its earlier options.
     if dtype is None and not isinstance(pipe, Portable):
         placement_options = {"keep_dtypes": True}
-    place(make_portable(pipe), str(device), **placement_options)
+    # Not `place`, which keeps some weights in float32: `pipe.to("cuda", dtype)` of diffusers casts all.
+    make_portable(pipe).to(str(device), **placement_options)
     migration.pipelines += 1
     return pipe
 

@@ -156,6 +156,11 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.mps.*", _NOT_COMPILED, f"{_PYTORCH_DOCS}/mps.html", optional=True),
     Patch("torch.xpu.*", _NOT_COMPILED, f"{_PYTORCH_DOCS}/xpu.html", optional=True),
     Patch(
+        "torch.nn.attention.flex_attention.flex_attention",
+        "It accepts only some devices, and checks them before any __torch_function__ mode runs.",
+        f"{_PYTORCH_DOCS}/nn.attention.flex_attention.html",
+    ),
+    Patch(
         "torch.distributed.distributed_c10d.is_*_available",
         "init_process_group rejects a backend that torch was built without.",
         f"{_PYTORCH_DOCS}/distributed.html",

@@ -31,6 +31,8 @@ _COMPUTED = {"weight_g", "weight_orig"}
 _PARAMETER_CONTAINERS = (torch.nn.ParameterDict, torch.nn.ParameterList)
 # Makes models run a part of the images at a time. Arguments: the number of images, and of images at a time.
 SplitRows = Callable[[int, int | None], AbstractContextManager[None]]
+# Attribute of a model with the methods that `set_vae_tiling` has called.
+_ENABLED_ATTRIBUTE = "_anyaccel_enabled"
 _TILING_METHODS = {"enable_slicing": "disable_slicing", "enable_tiling": "disable_tiling"}
 
 
@@ -136,14 +138,31 @@ class Measurement:
 
 
 def set_vae_tiling(pipe: Any, on: bool) -> None:
-    """Enable or disable slicing and tiling for the pipeline's VAE."""
+    """Enable slicing and tiling for the pipeline's VAE, or disable what an earlier call enabled.
+
+    Slicing and tiling that the user enabled stay enabled.
+    """
     for component in pipe.components.values():
-        for enable, disable in _TILING_METHODS.items():
-            if enable == "enable_slicing" and find_slicing_obstacle(component):
-                continue
-            method = getattr(component, enable if on else disable, None)
-            if isinstance(component, torch.nn.Module) and callable(method):
-                method()
+        if isinstance(component, torch.nn.Module):
+            enabled = vars(component).setdefault(_ENABLED_ATTRIBUTE, set()) if on else _pop_enabled(component)
+            for enable, disable in _TILING_METHODS.items():
+                _switch(component, enable, disable, on, enabled)
+
+
+def _pop_enabled(component: torch.nn.Module) -> set[str]:
+    enabled: set[str] = vars(component).pop(_ENABLED_ATTRIBUTE, set())
+    return enabled
+
+
+def _switch(component: Any, enable: str, disable: str, on: bool, enabled: set[str]) -> None:
+    if enable == "enable_slicing" and find_slicing_obstacle(component):
+        return
+    method = getattr(component, enable if on else disable, None)
+    # diffusers stores the state as `use_slicing` and `use_tiling`.
+    is_on = bool(getattr(component, enable.replace("enable", "use"), False))
+    if callable(method) and (is_on is not on) and (on or enable in enabled):
+        method()
+        enabled.add(enable)
 
 
 def supports_streaming(model: torch.nn.Module) -> bool:

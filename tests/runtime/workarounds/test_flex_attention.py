@@ -44,7 +44,7 @@ def test_attention_is_that_of_the_cpu(mask: Mask | None) -> None:
     expected = attend(torch.device("cpu"))
 
     def use(accelerator: VirtualAccelerator) -> None:
-        with use_dense_masks():
+        with use_dense_masks(accelerator.device()):
             torch.testing.assert_close(attend(accelerator.device()), expected)
 
     run_forked("neuron", use)
@@ -59,7 +59,7 @@ def test_blocks_that_a_mask_leaves_out_are_not_attended() -> None:
         blocks = module.BlockMask.from_kv_blocks(counts.to(device), indices.to(device), BLOCK_SIZE=BLOCK)
         query, key, value = draw()
         expected = torch.nn.functional.scaled_dot_product_attention(query, key[..., -BLOCK:, :], value[..., -BLOCK:, :])
-        with use_dense_masks():
+        with use_dense_masks(accelerator.device()):
             actual: Any = module.flex_attention(query.to(device), key.to(device), value.to(device), block_mask=blocks)
         torch.testing.assert_close(actual.cpu(), expected)
 
@@ -71,15 +71,21 @@ def test_the_function_is_restored_after_the_last_block() -> None:
     started, finish = threading.Event(), threading.Event()
 
     def overlap() -> None:
-        with use_dense_masks():
+        with use_dense_masks(torch.device("meta")):
             started.set()
             finish.wait(10)
 
     thread = threading.Thread(target=overlap)
-    with use_dense_masks():
+    with use_dense_masks(torch.device("meta")):
         thread.start()
         assert started.wait(10)
     assert module.flex_attention is not original
     finish.set()
     thread.join()
     assert module.flex_attention is original
+
+
+def test_devices_with_a_kernel_keep_the_function_of_torch() -> None:
+    original = module.flex_attention
+    with use_dense_masks(torch.device("cpu")):
+        assert module.flex_attention is original

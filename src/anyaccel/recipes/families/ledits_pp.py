@@ -51,16 +51,15 @@ def invert(pipe: Any) -> None:
     pipe.invert(image=make_image(SIZE), source_prompt="a cat", num_inversion_steps=4, generator=generator())
 
 
-def call() -> dict[str, Any]:
+def call(**more: Any) -> dict[str, Any]:
     """Return call arguments for an edit of the inverted image, which is guided from the first step on."""
     return {
         "editing_prompt": ["a red fox"],
         "edit_guidance_scale": 5.0,
         "edit_warmup_steps": 0,
         "edit_threshold": 0.7,
-        "generator": generator(),
         "output_type": "np",
-    }
+    } | more
 
 
 RECIPES = (
@@ -69,7 +68,7 @@ RECIPES = (
         pipeline="LEditsPPPipelineStableDiffusion",
         parts=parts,
         prepare=invert,
-        call=call,
+        call=lambda: call(generator=generator()),
     ),
     recipe(
         name="ledits-pp-stable-diffusion-xl",

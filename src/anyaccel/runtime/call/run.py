@@ -276,7 +276,7 @@ class _CallRun:
             cpu_tensors = stack.enter_context(keep_on_cpu(self.components)) if on_cpu else None
             stack.enter_context(use_noise_source(source))
             if not is_host(placement.device):
-                stack.enter_context(use_dense_masks())
+                stack.enter_context(use_dense_masks(placement.device))
             if (
                 cpu_tensors is not None
                 or self.side_stream_copy is not None

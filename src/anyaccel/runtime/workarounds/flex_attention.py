@@ -6,6 +6,7 @@ torch accepts flex attention only on some devices, and cannot trace it on virtua
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,33 +16,35 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from anyaccel.backends.device_type_checks import is_host
+from anyaccel.emulator.torch_patch_registry import apply_patch, remove_patches
 from anyaccel.upstream.torch_internals import supports_flex_attention
 
 __all__ = ["use_dense_masks"]
 
 Tensor = torch.Tensor
 
+_NAME = "torch.nn.attention.flex_attention.flex_attention"
 _lock = threading.Lock()
-_originals: list[Any] = []
+_blocks: list[None] = []
 
 
 @contextmanager
-def use_dense_masks() -> Iterator[None]:
-    """Replace flex attention on devices inside the `with` block, also in other threads; blocks may overlap."""
-    from torch.nn.attention import flex_attention as module
-
+def use_dense_masks(device: torch.device) -> Iterator[None]:
+    """Replace flex attention inside the `with` block if the device lacks it, also in other threads."""
+    # Blocks may overlap. A model that uses it has imported its module.
+    if _NAME.rpartition(".")[0] not in sys.modules or _has_kernel(torch.empty(0, device=device)):
+        yield
+        return
     with _lock:
-        # The last block to end restores the function, which need not be the first that started.
-        original = _originals[0] if _originals else module.flex_attention
-        _originals.append(original)
-        module.flex_attention = functools.partial(_attend, original)
+        _blocks.append(None)
+        apply_patch(_NAME, lambda original: functools.partial(_attend, original), "dense masks")
     try:
         yield
     finally:
         with _lock:
-            _originals.pop()
-            if not _originals:
-                module.flex_attention = original
+            _blocks.pop()
+            if not _blocks:
+                remove_patches("dense masks")
 
 
 def _attend(
