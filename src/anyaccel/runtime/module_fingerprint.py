@@ -36,6 +36,7 @@ __all__ = [
     "ModuleFingerprint",
     "PatchedCode",
     "is_in_training",
+    "is_random_adapter",
     "list_classes",
     "list_code_owners",
 ]
@@ -47,7 +48,7 @@ _OWNED_OBJECTS = ("processor", "config")
 _CODE = (FunctionType, BuiltinFunctionType, MethodDescriptorType, classmethod, staticmethod, property)
 # Libraries whose functions call functions of their other modules.
 _FOLLOWED_LIBRARIES = frozenset(("diffusers", "peft"))
-# Layers of torch and peft work the same way in training mode, except for these.
+# Layers of torch, and those of peft for LoRA, work the same way in training mode, except for these.
 _LAYER_LIBRARIES = frozenset(("torch", "peft", "anyaccel"))
 _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout,
              torch.nn.FeatureAlphaDropout)  # fmt: skip
@@ -68,7 +69,17 @@ def _depends_on_training(layer: torch.nn.Module) -> bool:
     if isinstance(layer, _DROPOUTS):
         return layer.p > 0
     library = type(layer).__module__.partition(".")[0]
-    return isinstance(layer, _OTHERS_WITH_TRAINING_MODE) or library not in _LAYER_LIBRARIES
+    is_other = isinstance(layer, _OTHERS_WITH_TRAINING_MODE) or is_random_adapter(layer)
+    return is_other or library not in _LAYER_LIBRARIES
+
+
+def is_random_adapter(layer: torch.nn.Module) -> bool:
+    """Return whether a layer is an adapter of peft that may draw random numbers in training mode.
+
+    LoHa and LoKr layers draw a number for each call, also without dropout (peft 0.21, tuners/loha/layer.py).
+    """
+    name = type(layer).__module__
+    return name.startswith("peft.tuners.") and not name.startswith("peft.tuners.lora.")
 
 
 class LayerHooks:

@@ -40,7 +40,7 @@ DEVICES = find_devices("all")
 _UNINITIALIZED = "its attention reads uninitialized memory, which is NaN on MPS (diffusers #14438)"
 FAILS_EVERYWHERE = {"attend-and-excite", "semantic-guidance", "score-sde-ve"}
 FAILS_ON_MPS = {"unclip", "unclip-image-variation"}
-FAILS_WITHOUT_FLEX_ATTENTION = {"ltx-2-5-modular"}
+FAILS_WITHOUT_FLOAT64 = {"ltx-2-5-modular"}
 NO_FLEX_ATTENTION = ("mlu", "neuron", "npu")
 PLAIN_DIFFERS = {
     ("easy-animate-inpaint", "*"): "passes a CPU generator to a device tensor, which torch rejects on every device",
@@ -81,7 +81,7 @@ def test_pipelines_work_placed_on_a_device(index: int, device: str, shared_cache
         fails = (
             recipe.name in FAILS_EVERYWHERE
             or (recipe.name in FAILS_ON_MPS and device == "mps")
-            or (recipe.name in FAILS_WITHOUT_FLEX_ATTENTION and device in ("mps", *NO_FLEX_ATTENTION))
+            or (recipe.name in FAILS_WITHOUT_FLOAT64 and device != "xpu")
         )
         assert (report.state == "works") != fails, (recipe.name, report.state, report.error)
         assert bool(find_reason(recipe.name)) or not fails

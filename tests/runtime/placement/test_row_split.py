@@ -16,6 +16,7 @@ import pytest
 import torch
 from diffusers.models import attention_dispatch, attention_processor
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0, SlicedAttnProcessor
+from peft import LoHaConfig, LoKrConfig
 from torch.overrides import TorchFunctionMode
 
 import anyaccel
@@ -23,6 +24,7 @@ from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.forward_overrides import Slot, set_override
 from anyaccel.recipes import recipes
+from anyaccel.runtime.module_fingerprint import is_in_training
 from anyaccel.runtime.placement.row_split import find_obstacle, find_split_obstacle
 from tests.conftest import NEEDS_RECIPES
 from tests.runtime.row_split_sweep import CASES, compare_recipe
@@ -388,6 +390,23 @@ def test_an_unknown_argument_is_not_split(caplog: pytest.LogCaptureFixture) -> N
     arguments: dict[str, Any] = {"cross_attention_kwargs": {"attention_scale": mask}}
     images = check_unsplit(placed, rows, caplog, "'cross_attention_kwargs.attention_scale' is not known", **arguments)
     numpy.testing.assert_allclose(images, call(stock, **arguments), atol=1e-4)
+
+
+@pytest.mark.parametrize("config", [LoHaConfig, LoKrConfig])
+def test_adapters_that_draw_random_numbers(config: Any) -> None:
+    recipe, images = recipes()[NAME], []
+    arguments = {**recipe.call(), "num_images_per_prompt": 2, "num_inference_steps": 2}
+    for split in (False, True):
+        pipe: Any = recipe.make()
+        if split:
+            pipe = anyaccel.place(pipe, "cpu", images_per_call=1)
+        torch.manual_seed(1)
+        pipe.unet.add_adapter(config(r=2, target_modules=["to_q", "to_v"], init_weights=False))
+        assert is_in_training(pipe.unet)
+        torch.manual_seed(2)
+        images.append((pipe(**{**arguments, "generator": None}).images, torch.get_rng_state()))
+    numpy.testing.assert_allclose(images[0][0], images[1][0], atol=1e-4)
+    assert torch.equal(images[0][1], images[1][1])
 
 
 def test_gradients_dropout_and_caches() -> None:

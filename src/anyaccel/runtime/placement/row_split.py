@@ -18,6 +18,7 @@ from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import first_line
 from anyaccel.forward_overrides import Slot, find_replaced_forward, remove_override, set_override
 from anyaccel.runtime.library_code import find_source, find_user_code_in_model, is_library_code
+from anyaccel.runtime.module_fingerprint import is_random_adapter
 from anyaccel.runtime.placement.row_arguments import (
     Arguments,
     NotSplittableError,
@@ -130,6 +131,8 @@ def _find_layer_obstacle(layer: torch.nn.Module, *, is_model: bool) -> str:
         return f"the forward of {type(layer).__name__} is replaced"
     if layer.training and isinstance(layer, _DROPOUTS) and layer.p > 0:
         return "dropout is active, because the model is in training mode"
+    if layer.training and is_random_adapter(layer):
+        return f"{type(layer).__name__} of peft may draw random numbers in training mode"
     if isinstance(layer, _BATCH_NORMS):
         return "batch normalization computes statistics of the batch" if _uses_batch_statistics(layer) else ""
     return "" if _is_row_wise(layer) else f"{type(layer).__name__} may combine the images of a batch"
