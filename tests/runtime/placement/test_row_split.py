@@ -409,6 +409,13 @@ def test_adapters_that_draw_random_numbers(config: Any) -> None:
     assert torch.equal(images[0][1], images[1][1])
 
 
+def test_dropped_labels() -> None:
+    transformer: Any = recipes()["dit"].make().transformer
+    with torch.no_grad():
+        assert find_obstacle(transformer) == ""
+        assert "labels are dropped at random" in find_obstacle(transformer.train())
+
+
 def test_gradients_dropout_and_caches() -> None:
     unet: Any = recipes()[NAME].make().unet
     with torch.no_grad():

@@ -133,6 +133,8 @@ def _find_layer_obstacle(layer: torch.nn.Module, *, is_model: bool) -> str:
         return "dropout is active, because the model is in training mode"
     if layer.training and is_random_adapter(layer):
         return f"{type(layer).__name__} of peft may draw random numbers in training mode"
+    if layer.training and type(layer).__name__ == "LabelEmbedding":  # diffusers, models/embeddings.py
+        return "labels are dropped at random, because the model is in training mode"
     if isinstance(layer, _BATCH_NORMS):
         return "batch normalization computes statistics of the batch" if _uses_batch_statistics(layer) else ""
     return "" if _is_row_wise(layer) else f"{type(layer).__name__} may combine the images of a batch"
