@@ -19,21 +19,26 @@ CHUNK = 3
 recipe = functools.partial(make_recipe, family="helios")
 
 
+def transformer() -> Any:
+    """Return a tiny Helios transformer."""
+    return diffusers.HeliosTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=wan.CHANNELS,
+        out_channels=wan.CHANNELS,
+        text_dim=TEXT_WIDTH,
+        freq_dim=32,
+        ffn_dim=32,
+        num_layers=2,
+        rope_dim=(4, 4, 4),
+    )
+
+
 def parts(**more: Any) -> dict[str, Any]:
     """Return the components of a tiny Helios pipeline, which uses the Wan autoencoder and text encoder."""
     return (
         wan.parts(
-            transformer=diffusers.HeliosTransformer3DModel(
-                num_attention_heads=2,
-                attention_head_dim=12,
-                in_channels=wan.CHANNELS,
-                out_channels=wan.CHANNELS,
-                text_dim=TEXT_WIDTH,
-                freq_dim=32,
-                ffn_dim=32,
-                num_layers=2,
-                rope_dim=(4, 4, 4),
-            ),
+            transformer=transformer(),
             scheduler=diffusers.HeliosScheduler(stages=1, stage_range=[0, 1], use_dynamic_shifting=True),
         )
         | more

@@ -5,47 +5,19 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from anyaccel.recipes.families.wan import CHANNELS, autoencoder_wan
+from anyaccel.recipes.families.cosmos_3 import SIZE, parts
 from anyaccel.recipes.lazy_modules import diffusers
 from anyaccel.recipes.parts.calls import make_image, unprompted
-from anyaccel.recipes.parts.tokenizers import QWEN_VOCABULARY, qwen_tokenizer
 from anyaccel.recipes.recipe import make_recipe
 
 __all__ = ["RECIPES"]
 
-SIZE = 16
-
 recipe = functools.partial(make_recipe, family="cosmos")
-
-
-def parts(**more: Any) -> dict[str, Any]:
-    """Return the components of a tiny modular Cosmos 3 pipeline without its optional safety checker and audio."""
-    return {
-        "transformer": diffusers.Cosmos3OmniTransformer(
-            head_dim=12,
-            hidden_size=24,
-            intermediate_size=37,
-            latent_channel=CHANNELS,
-            latent_patch_size=2,
-            patch_latent_dim=4 * CHANNELS,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            num_hidden_layers=2,
-            rope_axes_dim=[2, 2, 2],
-            vocab_size=len(QWEN_VOCABULARY),
-        ),
-        "text_tokenizer": qwen_tokenizer(),
-        "vae": autoencoder_wan(),
-        "scheduler": diffusers.UniPCMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-        ),
-        "enable_safety_checker": False,
-    } | more
 
 
 def parts_of_distilled() -> dict[str, Any]:
     """Return the components of a tiny distilled pipeline, which has fixed sigmas."""
-    return parts(scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), distilled_sigmas=[1.0, 0.5])
+    return parts() | {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(), "distilled_sigmas": [1.0, 0.5]}
 
 
 def call(**more: Any) -> dict[str, Any]:

@@ -5,37 +5,19 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from anyaccel.recipes.families import modular_wan, wan
+from anyaccel.recipes.families import modular_wan
+from anyaccel.recipes.families.helios import CHUNK, FRAMES, transformer
 from anyaccel.recipes.lazy_modules import diffusers
-from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
 from anyaccel.recipes.recipe import make_recipe
 
 __all__ = ["RECIPES"]
-
-# Two chunks of three latent frames, which are five frames each.
-FRAMES = 10
-CHUNK = 3
 
 recipe = functools.partial(make_recipe, family="helios")
 
 
 def parts(blocks: str, *, scheduler: Any) -> dict[str, Any]:
     """Return the components of a tiny modular Helios pipeline, which uses the autoencoder of Wan."""
-    return modular_wan.parts(
-        blocks,
-        transformer=diffusers.HeliosTransformer3DModel(
-            num_attention_heads=2,
-            attention_head_dim=12,
-            in_channels=wan.CHANNELS,
-            out_channels=wan.CHANNELS,
-            text_dim=TEXT_WIDTH,
-            freq_dim=32,
-            ffn_dim=32,
-            num_layers=2,
-            rope_dim=(4, 4, 4),
-        ),
-        scheduler=scheduler,
-    )
+    return modular_wan.parts(blocks, transformer=transformer(), scheduler=scheduler)
 
 
 def call(**more: Any) -> dict[str, Any]:
