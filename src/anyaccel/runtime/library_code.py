@@ -41,12 +41,16 @@ _IMPORTED_LIBRARIES = (
     | (sys.stdlib_module_names - {"unittest"})
     | {"huggingface_hub", "numpy", "packaging", "PIL", "safetensors", "scipy", "sentencepiece", "tokenizers", "tqdm"}
     | {"triton", "typing_extensions"}
+    # Libraries whose quantized layers diffusers and transformers load.
+    | {"bitsandbytes", "gguf", "optimum"}
     | ATTENTION_LIBRARIES
 )
 # Libraries with objects whose attributes are searched too.
 _SEARCHED_LIBRARIES = ("diffusers", "transformers")
 # Names of functions that Dynamo adds to the modules of compiled functions, for its own use.
 _DYNAMO_NAMES = ("__compiled_fn_", "__resume_at_", "__import_")
+# Attributes of a Python module that its importer sets: pytest imports packages with plugins through its own.
+_IMPORTER_NAMES = ("__loader__", "__spec__")
 _BUILTINS = (BuiltinFunctionType, MethodDescriptorType)
 _METHODS = (classmethod, staticmethod, MethodType)
 _WRAPPERS = (property, *_METHODS, functools.partial, functools.partialmethod, functools.cached_property)
@@ -234,6 +238,8 @@ def _list_patches(owner: Any, *, code_only: bool = False) -> Iterator[str]:
     """
     for name, value in list(vars(owner).items()):
         if (code_only and name.startswith("__") and name != "__call__") or name.startswith(_DYNAMO_NAMES):
+            continue
+        if name in _IMPORTER_NAMES:
             continue
         if not is_library_code(value) or _is_users_module(value):
             yield f"a patched {owner.__name__}.{name}"

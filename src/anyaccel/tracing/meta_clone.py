@@ -10,6 +10,7 @@ import torch
 
 from anyaccel.forward_overrides import OVERRIDES_KEY
 from anyaccel.tracing.meta_module import MetaRunner, to_meta_module
+from anyaccel.tracing.meta_quantized import list_quantized, trace_as_quantized
 from anyaccel.upstream.accelerate_internals import HOOK_ATTRIBUTES
 from anyaccel.upstream.diffusers_internals import (
     BLOCKS_ATTRIBUTE,
@@ -73,6 +74,9 @@ def copy_without_weights(model: torch.nn.Module) -> torch.nn.Module:
         meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         memo[id(tensor)] = torch.nn.Parameter(meta, requires_grad=False) if is_parameter else meta
+    quantized = list_quantized(model)
+    for tensors in quantized.values():
+        memo |= {id(tensor): torch.empty(0, dtype=tensor.dtype, device="meta") for tensor in tensors}
     for module in model.modules():
         # A weight that `torch.nn.utils.weight_norm` computes is a plain attribute, and deepcopy rejects it.
         computed = [value for value in vars(module).values() if isinstance(value, torch.Tensor) and not value.is_leaf]
@@ -85,4 +89,5 @@ def copy_without_weights(model: torch.nn.Module) -> torch.nn.Module:
     for module in copied.modules():
         for name in (*_ADDED, OUTPUT_HOOKS_ATTRIBUTE):
             vars(module).pop(name, None)
+    trace_as_quantized(model, copied, quantized)
     return copied.eval()

@@ -45,6 +45,7 @@ __all__ = [
     "read_attention_backends",
     "read_dtype_argument",
     "read_float32_modules",
+    "read_layerwise_dtype",
     "read_module",
     "read_never_offloaded",
     "read_offload_order",
@@ -108,22 +109,29 @@ def list_hooks(attributes: Mapping[str, Any]) -> tuple[str, ...]:
     return () if registry is None else tuple(registry.hooks)
 
 
+def read_layerwise_dtype(layer: Any) -> Any:
+    """Return the dtype in which a layer computes with layerwise casting, or None (hooks/layerwise_casting.py)."""
+    registry = vars(layer).get(HOOK_ATTRIBUTE)
+    hook = None if registry is None else registry.hooks.get("layerwise_casting")
+    return None if hook is None else hook.compute_dtype
+
+
 def stop_layerwise_casting(layer: Any) -> Any:
     """Return the dtype in which a layer with layerwise casting computes, and stop casting; None if it has none.
 
     The hook cannot be removed (hooks/layerwise_casting.py, `deinitalize_hook`), so its functions are replaced.
     """
-    registry = vars(layer).get(HOOK_ATTRIBUTE)
-    hook = None if registry is None else registry.hooks.get("layerwise_casting")
-    if hook is None:
+    dtype = read_layerwise_dtype(layer)
+    if dtype is None:
         return None
+    registry = vars(layer)[HOOK_ATTRIBUTE]
     if list(registry.hooks) == ["layerwise_casting"]:
         # A deep copy of a layer with a registry would run the original layer.
         del vars(layer)[HOOK_ATTRIBUTE], vars(layer)["forward"]
-        return hook.compute_dtype
+        return dtype
     reference = registry._fn_refs[registry._hook_order.index("layerwise_casting")]
     reference.pre_forward, reference.post_forward = _keep_arguments, _keep_output
-    return hook.compute_dtype
+    return dtype
 
 
 def _keep_arguments(module: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
