@@ -143,3 +143,24 @@ def test_a_model_can_be_dequantized(saved: Path, tmp_path: Path) -> None:
     assert list_formats(pipe.transformer) == {}
     numpy.testing.assert_allclose(run(RECIPE, pipe), expected, atol=1e-5)
     pipe.save_pretrained(tmp_path / "plain")
+
+
+def test_layerwise_casting_is_not_undone_by_a_cast(saved: Path, tmp_path: Path) -> None:
+    def make() -> Any:
+        pipe: Any = RECIPE.make()
+        pipe.to(torch.bfloat16)
+        pipe.transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+        return pipe
+
+    def use(accelerator: VirtualAccelerator) -> tuple[Any, set[torch.dtype], str]:
+        pipe = make()
+        pipe.vae.to(torch.float32)
+        # The VAE is cast. A cast of the transformer would need twice its memory until the first call.
+        placed = anyaccel.place(pipe, f"virtual:{accelerator.name}", dtype="bfloat16")
+        dtypes = {weight.dtype for weight in placed.transformer.transformer_blocks.parameters()}
+        return run(RECIPE, placed), dtypes, str(placed.vae.dtype)
+
+    image, dtypes, vae_dtype = run_forked("xpu", use)
+    assert torch.float8_e4m3fn in dtypes
+    assert vae_dtype == "torch.bfloat16"
+    numpy.testing.assert_allclose(image, run(RECIPE, make()), atol=0.02)

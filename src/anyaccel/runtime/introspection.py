@@ -13,7 +13,7 @@ from anyaccel.planning.facts import ComponentFacts, PipelineFacts
 from anyaccel.quantized_weights.library_layers import read_library
 from anyaccel.quantized_weights.replace_layers import ReplacedQuantizer
 from anyaccel.runtime.placement_state import Placement, find_placement
-from anyaccel.upstream.diffusers_internals import read_parallel_plan, read_repeated_blocks
+from anyaccel.upstream.diffusers_internals import read_layerwise_dtype, read_parallel_plan, read_repeated_blocks
 from anyaccel.upstream.torch_compile_internals import unwrap_compiled
 from anyaccel.upstream.transformers_internals import is_transformers_model
 
@@ -66,12 +66,17 @@ def read_facts(pipe: Any) -> PipelineFacts:
 
 
 def read_dtype(model: torch.nn.Module) -> str:
-    """Return the dtype of most of a model's floating-point weights; `float32` if it has none."""
+    """Return the dtype of most of a model's floating-point weights; `float32` if it has none.
+
+    That of weights with layerwise casting is the dtype in which they compute.
+    """
     # Some models keep a few weights in float32, such as Wan's `scale_shift_table`, which is also its first parameter.
     sizes = Counter[torch.dtype]()
+    cast = ((layer, read_layerwise_dtype(layer)) for layer in model.modules())
+    computed = {weight: dtype for layer, dtype in cast if dtype is not None for weight in layer.parameters()}
     for weight in model.parameters():
         if weight.is_floating_point():
-            sizes[weight.dtype] += weight.numel()
+            sizes[computed.get(weight, weight.dtype)] += weight.numel()
     return str(sizes.most_common(1)[0][0]).removeprefix("torch.") if sizes else "float32"
 
 
@@ -106,8 +111,11 @@ def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> C
 
 
 def _is_quantized(module: torch.nn.Module) -> bool:
-    """Return whether a model cannot be cast, because a library has quantized it."""
+    """Return whether a model is not cast, because its weights are quantized."""
     quantizer = getattr(module, "hf_quantizer", None)
+    # A cast would undo layerwise casting until the first call.
+    if any(read_layerwise_dtype(layer) is not None for layer in module.modules()):
+        return True
     return bool(getattr(module, "is_quantized", False) or quantizer) and not isinstance(quantizer, ReplacedQuantizer)
 
 
