@@ -109,7 +109,7 @@ def test_data_dependent_shapes_with_keyword_arguments() -> None:
 
     def use(accelerator: VirtualAccelerator) -> None:
         for name, run in BY_KEYWORD.items():
-            with ModelFunctionMode(dynamic_shapes.make_handlers(accelerator.device())):
+            with ModelFunctionMode(dynamic_shapes.make_handlers(accelerator.device(), {})):
                 actual = run(values.to(accelerator.device())).cpu()
             assert torch.equal(actual, run(values)), name
 

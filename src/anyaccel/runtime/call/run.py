@@ -35,6 +35,7 @@ from anyaccel.runtime.placement_state import Placement, find_placement
 from anyaccel.runtime.speed.apply_speedups import apply_speedups
 from anyaccel.runtime.speed.compile import compile_cache_env, record_shape
 from anyaccel.runtime.speed.quantize import is_quantized
+from anyaccel.runtime.workarounds.cpu_generators import use_cpu_generators
 from anyaccel.runtime.workarounds.flex_attention import use_dense_masks
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode, preserve_function_modes
 from anyaccel.runtime.workarounds.model_inputs import find_input_adapters, set_input_adapters
@@ -277,6 +278,7 @@ class _CallRun:
             stack.enter_context(use_noise_source(source))
             if not is_host(placement.device):
                 stack.enter_context(use_dense_masks(placement.device))
+                stack.enter_context(use_cpu_generators(placement.device))
             if (
                 cpu_tensors is not None
                 or self.side_stream_copy is not None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from anyaccel.backends.device_type_checks import is_on
+from anyaccel.runtime.workarounds.dtypes import replace_dtype
 
 __all__ = ["make_handlers"]
 
@@ -22,8 +23,11 @@ __all__ = ["make_handlers"]
 Tensor = torch.Tensor
 
 
-def make_handlers(device: torch.device) -> dict[Any, Any]:
-    """Return handlers for boolean indexing and for functions such as `nonzero` and `unique`."""
+def make_handlers(device: torch.device, replacements: dict[torch.dtype, torch.dtype]) -> dict[Any, Any]:
+    """Return handlers for boolean indexing and for functions such as `nonzero` and `unique`.
+
+    A CPU tensor that is indexed by a tensor on the device is moved there in a supported dtype.
+    """
     device_type = device.type
     cpu_fallback = _CpuFallback(device)
     handlers: dict[Any, Any] = dict.fromkeys(
@@ -42,7 +46,7 @@ def make_handlers(device: torch.device) -> dict[Any, Any]:
     def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor, index = args
         if tensor.device.type != device_type:
-            return _index_cpu_tensor(func, tensor, index, device_type)
+            return _index_cpu_tensor(func, tensor, index, device_type, replacements)
         return func(tensor, _replace_masks(index))
 
     def masked_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,13 +111,15 @@ def _replace_masks(index: Any) -> Any:
     return tuple(replaced)
 
 
-def _index_cpu_tensor(func: Any, tensor: Tensor, index: Any, device_type: str) -> Any:
+def _index_cpu_tensor(
+    func: Any, tensor: Tensor, index: Any, device_type: str, replacements: dict[torch.dtype, torch.dtype]
+) -> Any:
     """Index a CPU tensor; if the index is on the device, move the tensor there first."""
     entries = index if isinstance(index, tuple) else (index,)
     device = next(
         (entry.device for entry in entries if isinstance(entry, Tensor) and is_on(entry.device, device_type)), None
     )
-    return func(tensor, index) if device is None else func(tensor.to(device), index)
+    return func(tensor, index) if device is None else func(replace_dtype(tensor, replacements).to(device), index)
 
 
 def _repeat_interleave(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> Any:

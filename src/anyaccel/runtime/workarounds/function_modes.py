@@ -33,6 +33,7 @@ from anyaccel.runtime.workarounds import (
     uninitialized_memory,
 )
 from anyaccel.runtime.workarounds.host_transfer import CopyFunction, HostTransfer
+from anyaccel.runtime.workarounds.known_values import KnownValues
 from anyaccel.runtime.workarounds.out_argument import supporting_out
 from anyaccel.runtime.workarounds.scheduler_tensors_on_cpu import CpuTensors
 from anyaccel.runtime.workarounds.side_stream_copy import SideStreamCopy
@@ -126,12 +127,19 @@ class PipelineFunctionMode(TorchFunctionMode):
         super().__init__()
         self.handlers = handlers
         self.host_transfer = host_transfer
+        self.known_values: KnownValues | None = None
+        """Values of small tensors on the device, if reading them would wait for it."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Run one torch function, reading values of the device that are known on the CPU."""
+        if self.known_values is None:
+            return self._run(func, args, kwargs or {})
+        return self.known_values.run(func, args, kwargs or {}, self._run)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one torch function with its handler, if any, moving CPU tensors to the device if needed."""
-        kwargs = kwargs or {}
         func, handler = _find_handler(func, self.handlers)
         if handler is not None:
             if func not in _HANDLES_DEVICES:
@@ -200,7 +208,9 @@ def _make_handlers(
     handlers: dict[Any, Handler] = {}
     # The order matters: dtypes and complex_pairs wrap the handlers that were added before them.
     if "dynamic_shapes" in workarounds:
-        handlers |= {func: supporting_out(run) for func, run in dynamic_shapes.make_handlers(device).items()}
+        handlers |= {
+            func: supporting_out(run) for func, run in dynamic_shapes.make_handlers(device, replacements).items()
+        }
     if "zero_empty" in workarounds:
         handlers |= uninitialized_memory.make_zero_empty_handlers(device)
     if "ignore_beta_zero" in workarounds:
@@ -237,7 +247,10 @@ def make_pipeline_function_mode(
     if cpu_tensors is not None:
         # Outermost: scheduler tensors must be recognized before another handler copies them.
         handlers |= {func: _keep_schedule_on_cpu(host_transfer, handlers.get(func)) for func in _MOVE_FUNCTIONS}
-    return PipelineFunctionMode(handlers, host_transfer)
+    mode = PipelineFunctionMode(handlers, host_transfer)
+    if cpu_tensors is not None and not is_host(device):
+        mode.known_values = KnownValues(device)
+    return mode
 
 
 def make_model_function_mode(plan: Plan, device: torch.device) -> ModelFunctionMode | None:
