@@ -124,6 +124,18 @@ def test_generators_draw_on_their_device(accelerator: VirtualAccelerator) -> Non
 
 
 @on_every_device()
+def test_generators_draw_other_values_than_the_cpu(accelerator: VirtualAccelerator) -> None:
+    for seed in (0, 5, -1, 2**40):
+        generator, cpu_generator = torch.Generator(accelerator.device()), torch.Generator()
+        assert generator.initial_seed() == cpu_generator.initial_seed()
+        generator.manual_seed(seed)
+        cpu_generator.manual_seed(seed)
+        drawn = torch.randn(3, generator=generator, device=accelerator.device())
+        assert not torch.equal(drawn.cpu(), torch.randn(3, generator=cpu_generator))
+        assert generator.initial_seed() == cpu_generator.initial_seed()
+
+
+@on_every_device()
 def test_cpu_generator_is_rejected_on_the_device(accelerator: VirtualAccelerator) -> None:
     with pytest.raises(RuntimeError, match="generator"):
         torch.randn(3, generator=torch.Generator(), device=accelerator.device())

@@ -1,4 +1,4 @@
-"""Generators for virtual devices: CPU generators that report the virtual device."""
+"""Generators for virtual devices: CPU generators that report the virtual device and draw other values for a seed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ __all__ = ["find_generator_device", "install_generator"]
 
 # Device of each virtual generator by its C++ address; the dispatcher passes a plain generator, not the subclass.
 _DEVICES: dict[int, torch.device] = {}
+# Changes the low 32 bits of each seed: every real device draws other values than the CPU for the same seed.
+_SEED_MASK = 0x5BD1E995
 
 
 class VirtualGenerator(PlainGenerator):
@@ -24,6 +26,15 @@ class VirtualGenerator(PlainGenerator):
     def device(self) -> torch.device:  # type: ignore[override]
         """The virtual device that the generator belongs to."""
         return _DEVICES[read_address(self)]
+
+    def manual_seed(self, seed: int) -> VirtualGenerator:
+        """Seed the generator, which then draws other values than a CPU generator with this seed."""
+        super().manual_seed(seed ^ _SEED_MASK)
+        return self
+
+    def initial_seed(self) -> int:
+        """Return the seed that the generator was created or last seeded with."""
+        return super().initial_seed() ^ _SEED_MASK
 
     def __reduce__(self) -> Any:
         return _rebuild_generator, (str(self.device), self.get_state())
@@ -46,7 +57,9 @@ def _make_generator(device: torch.device, state: torch.Tensor | None = None) -> 
     _DEVICES[read_address(generator)] = device
     # C++ reuses addresses: a stale entry would give a later CPU generator the wrong device.
     weakref.finalize(generator, _DEVICES.pop, read_address(generator), None)
-    if state is not None:
+    if state is None:
+        generator.manual_seed(PlainGenerator().initial_seed())
+    else:
         generator.set_state(state)
     return generator
 
