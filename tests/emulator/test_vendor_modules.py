@@ -208,3 +208,12 @@ def test_concurrent_threads(accelerator: VirtualAccelerator) -> None:
         expected[0, 0] += 40
         assert torch.equal(results[number], expected)
     assert accelerator.memory.used(1) == before
+
+
+@on_every_device()
+def test_events_of_torch(accelerator: VirtualAccelerator) -> None:
+    """transformers waits for an event in every step of a language model on MPS."""
+    for event in (torch.Event(device=accelerator.device(), blocking=True), torch.Event()):
+        event.record()
+        event.synchronize()
+        assert event.query()

@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from anyaccel.backends.device_type_checks import is_host, is_on
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.tensor import VirtualTensor
-from anyaccel.emulator.torch_patch_registry import apply_patch, replace_by
+from anyaccel.emulator.torch_patch_registry import apply_patch, replace_by, replace_class
 from anyaccel.upstream.torch_autograd_internals import swap_referenced_tensors
 from anyaccel.upstream.torch_internals import (
     FakeTensor,
@@ -39,6 +39,7 @@ def install_device_patches(accelerator: VirtualAccelerator) -> None:
     apply_patch("torch.Tensor.data", _replace_data, "emulator")
     apply_patch("torch.load", lambda load: _load_to_device(load, accelerator), "emulator")
     apply_patch("safetensors.safe_open", lambda safe_open: _load_safetensors(safe_open, accelerator), "emulator")
+    apply_patch("torch.Event", lambda event: _replace_event(event, accelerator), "emulator")
     for name, function in _make_accelerator_functions(accelerator).items():
         apply_patch(f"torch.accelerator.{name}", replace_by(function), "emulator")
     # Pinning is only recorded: CPU memory behaves the same, but programs check is_pinned().
@@ -49,6 +50,17 @@ def install_device_patches(accelerator: VirtualAccelerator) -> None:
 
 def _is_virtual(device: Any, accelerator: VirtualAccelerator) -> bool:
     return isinstance(device, str | torch.device) and is_on(device, accelerator.name)
+
+
+def _replace_event(original: Any, accelerator: VirtualAccelerator) -> Any:
+    """Make `torch.Event` return an event of the virtual device, which is also the default device."""
+
+    def build(device: Any = None, **options: Any) -> Any:
+        if device is None or _is_virtual(device, accelerator):
+            return torch.get_device_module(accelerator.name).Event()
+        return original(device, **options)
+
+    return replace_class(original, build)
 
 
 def _build_on_cpu(build: Callable[..., torch.Tensor], accelerator: VirtualAccelerator) -> Callable[..., torch.Tensor]:

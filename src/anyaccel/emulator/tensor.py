@@ -96,8 +96,8 @@ class VirtualTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         """Return the values as a nested list; this counts as a device-to-CPU read."""
-        if torch.overrides.has_torch_function_unary(self):  # a function mode, which gets torch's own method
-            return torch.overrides.handle_torch_function(torch.Tensor.tolist, (self,), self)
+        if torch.overrides.has_torch_function_unary(self):  # a function mode; torch's own method rejects subclasses
+            return self.cpu().tolist()
         active().record_host_read("aten::tolist")
         return self._inner.tolist()
 

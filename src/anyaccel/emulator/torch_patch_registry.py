@@ -129,6 +129,11 @@ PATCHES: tuple[Patch, ...] = (
         f"{_PYTORCH}/issues/92202",
     ),
     Patch(
+        "torch.Event",
+        "Its methods call the device guard in C++; the guard of a virtual device has no events.",
+        f"{_PYTORCH_DOCS}/generated/torch.Event.html",
+    ),
+    Patch(
         "torch.device",
         "torch.device(0) means the accelerator that torch was built for.",
         f"{_PYTORCH_DOCS}/tensor_attributes.html",
