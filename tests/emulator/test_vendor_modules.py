@@ -212,7 +212,7 @@ def test_concurrent_threads(accelerator: VirtualAccelerator) -> None:
 
 @on_every_device()
 def test_events_of_torch(accelerator: VirtualAccelerator) -> None:
-    """transformers waits for an event in every step of a language model on MPS."""
+    """Language models of transformers wait for an event in every step on MPS."""
     for event in (torch.Event(device=accelerator.device(), blocking=True), torch.Event()):
         event.record()
         event.synchronize()

@@ -46,30 +46,47 @@ READS: dict[str, Program] = {
     "a minimum with its index": lambda d: [value.item() for value in torch.tensor([3.0, 1.0], device=d).min(dim=0)],
     "a mask in an index": lambda d: write_by_mask(d)[0],
 }
+
+
+def change(tensor: Any, index: Any, value: Any) -> Any:
+    tensor[index] = value
+    return tensor
+
+
+def assign_data(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.data = torch.ones_like(tensor)
+    return tensor
+
+
 CHANGES: dict[str, Program] = {
-    "an in-place operation": lambda d: [make_mask(d).add_(1).sum().item()],
+    "an in-place operation": lambda d: make_mask(d).add_(1).sum().item(),
     "a write to a view": lambda d: [(mask := make_mask(d))[2:].fill_(7), mask.sum().item()][1],
-    "a write by a view": lambda d: [(mask := make_mask(d)).view(-1).__setitem__(2, 7), mask.sum().item()][1],
+    "a write by a view": lambda d: [change((mask := make_mask(d)).view(-1), 2, 7), mask.sum().item()][1],
     "a write through data": lambda d: [(mask := make_mask(d)).data.fill_(7), mask.sum().item()][1],
-    "new data": lambda d: [mask := make_mask(d), setattr(mask, "data", torch.ones_like(mask)), mask.sum().item()][2],
+    "new data": lambda d: assign_data(make_mask(d)).sum().item(),
     "an output": lambda d: [mask := make_mask(d), torch.add(mask, 1, out=mask), mask.sum().item()][2],
-    "a write of other values": lambda d: [
-        mask := make_mask(d), mask.__setitem__(0, torch.tensor([2.0]).expand(1).to(d).cos()), mask.sum().item()
-    ][2],
-}  # fmt: skip
+    "a write of other values": lambda d: change(make_mask(d), 0, torch.tensor([2.0]).to(d).atan()).sum().item(),
+}
 # With the result on a device, to which values are always copied.
 COPIES: dict[str, tuple[Program, float]] = {
-    "an array that changes": (lambda d: [
-        source := torch.zeros(3).numpy(), known := torch.as_tensor(source, device=d), source.__setitem__(0, 5),
-        known.sum().item(),
-    ][3], 0),
-    "a CPU tensor that changes": (lambda d: [
-        source := torch.zeros(3), known := source.to(d), source.add_(1), known.sum().item()
-    ][3], 0),
-    "a read copy that changes": (lambda d: [
-        known := torch.ones(3, device=d), known.cpu().add_(1), known.sum().item()
-    ][2], 3),
-}  # fmt: skip
+    "an array that changes": (
+        lambda d: [
+            a := torch.zeros(3).numpy(),
+            known := torch.as_tensor(a, device=d),
+            change(a, 0, 5),
+            known.sum().item(),
+        ][3],
+        0,
+    ),
+    "a CPU tensor that changes": (
+        lambda d: [source := torch.zeros(3), known := source.to(d), source.add_(1), known.sum().item()][3],
+        0,
+    ),
+    "a read copy that changes": (
+        lambda d: [known := torch.ones(3, device=d), known.cpu().add_(1), known.sum().item()][2],
+        3,
+    ),
+}
 
 
 def run_in_mode(program: Program, accelerator: VirtualAccelerator) -> tuple[Any, int]:

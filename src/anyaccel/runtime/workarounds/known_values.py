@@ -94,9 +94,9 @@ class KnownValues:
     def _find(self, tensor: Any) -> Tensor | None:
         """Return the known value of a tensor on the device, or None."""
         entry = self._entries.get(id(tensor))
-        if entry is None or entry.reference() is not tensor or read_version(tensor) != entry.version:
+        if entry is None or not isinstance(tensor, Tensor) or entry.reference() is not tensor:
             return None
-        return entry.value
+        return entry.value if read_version(tensor) == entry.version else None
 
     def _add(self, tensor: Tensor, value: Tensor) -> None:
         key = id(tensor)
