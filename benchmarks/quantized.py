@@ -34,7 +34,7 @@ from benchmarks.model_cases import MODELS
 from benchmarks.provenance import describe_run, read_commit
 
 RESULTS = Path(__file__).parent / "results"
-OPTIONS = {"check_finite": False, "memory": "resident", "vae_tiling": False}
+OPTIONS: dict[str, Any] = {"check_finite": False, "memory": "resident", "vae_tiling": False}
 """Random weights may give NaN, and the comparison needs the same memory mode in every row."""
 
 
@@ -45,7 +45,7 @@ class Case:
     model: str
     title: str
     call: dict[str, Any]
-    size: dict[str, int]
+    size: dict[str, Any]
     steps: int
 
 
@@ -83,7 +83,8 @@ def quantize_gguf(layer: torch.nn.Linear) -> torch.nn.Module:
     scales = scale.expand(rows, columns // 32, 1).contiguous().view(torch.uint8)
     data = torch.cat([scales, codes], -1).reshape(rows, -1)
     new: Any = GGUFLinear(columns, rows, layer.bias is not None, compute_dtype=layer.weight.dtype, device="meta")
-    new.weight = GGUFParameter(data, quant_type=gguf.GGMLQuantizationType.Q4_0)
+    make_parameter: Any = GGUFParameter
+    new.weight = make_parameter(data, quant_type=gguf.GGMLQuantizationType.Q4_0)
     new.bias = layer.bias
     return new  # type: ignore[no-any-return]
 
