@@ -11,13 +11,17 @@ __all__ = ["choose_dequantized", "has_kernels"]
 
 # The package of each library, and the start of its names on sheets (`Sheet.quantized_weights`).
 _NAMES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "optimum": "quanto", "diffusers": "gguf"}
+# The dtypes of formats that a device with this dtype reads without a table.
+_FLOAT8 = {"fp8-e4m3": "float8_e4m3fn", "fp8-e5m2": "float8_e5m2"}
 
 
 def has_kernels(sheet: Sheet, library: str, *, virtual: bool) -> bool:
-    """Return whether the quantized layers of a library, or weights of a float8 dtype, run on the device as they are.
+    """Return whether the quantized layers of a library, or float8 weights, run on the device as they are.
 
-    The name of a format, as of layers that were replaced already, is neither.
+    The other formats of layers that were replaced already do not.
     """
+    if library in _FLOAT8:
+        return sheet.is_host or isinstance(sheet.dtype(_FLOAT8[library]), Yes)
     if library not in _NAMES:
         return isinstance(sheet.dtype(library), Yes)
     # Virtual devices run plain operations of torch only.
@@ -32,7 +36,7 @@ def choose_dequantized(sheet: Sheet, facts: PipelineFacts, *, virtual: bool) -> 
         return Decision((), "no model has quantized weights")
     chosen = tuple((name, library) for name, library in used if not has_kernels(sheet, library, virtual=virtual))
     if not chosen:
-        return Decision((), "the device runs the quantized weights with the kernels of their library")
+        return Decision((), "the device has kernels for the quantized weights")
     reason = "virtual devices have" if virtual else f"{sheet.title} has"
     return Decision(
         chosen,

@@ -11,10 +11,12 @@ import torch
 
 from anyaccel.upstream.gguf_internals import dequantize_blocks
 
-__all__ = ["Blocks", "Gguf", "Parts", "WeightFormat", "make_float8_table", "pack_bits", "unpack_bits"]
+__all__ = ["FLOAT8", "Blocks", "Gguf", "Parts", "WeightFormat", "make_float8_table", "pack_bits", "unpack_bits"]
 
 # The tensors of a quantized weight, by name. All are uint8, int8 or floating-point tensors.
 Parts: TypeAlias = Mapping[str, torch.Tensor]
+# The names of formats with float8 codes.
+FLOAT8 = {torch.float8_e4m3fn: "fp8-e4m3", torch.float8_e5m2: "fp8-e5m2"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +49,17 @@ class Blocks(WeightFormat):
     bits: int = 8
     high_first: bool = False
     """Whether the first weight in a byte is in its highest bits."""
+    native: torch.dtype | None = None
+    """The float8 dtype of the codes, if the device has it: it is then faster than `table`."""
     scale_block: int = 1
 
     def dequantize(self, parts: Parts) -> torch.Tensor:
         """Return the weight in float32."""
         codes = unpack_bits(parts["codes"].reshape(-1), self.bits, high_first=self.high_first)
-        values = _look_up(parts["table"], codes) if "table" in parts else codes.to(torch.float32)
+        if self.native is not None:
+            values = codes.view(self.native).to(torch.float32)
+        else:
+            values = _look_up(parts["table"], codes) if "table" in parts else codes.to(torch.float32)
         values = values.reshape(-1, self.block) * self._read_scales(parts).reshape(-1, 1)
         if "offsets" in parts:
             values = values + parts["offsets"].to(torch.float32).reshape(-1, 1)

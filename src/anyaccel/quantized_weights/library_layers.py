@@ -9,15 +9,14 @@ import torch
 
 from anyaccel.errors import ModelError
 from anyaccel.quantized_weights.dequantized_linear import DequantizedLinear
-from anyaccel.quantized_weights.formats import Blocks, Gguf, WeightFormat, make_float8_table, pack_bits
+from anyaccel.quantized_weights.formats import FLOAT8, Blocks, Gguf, WeightFormat, make_float8_table, pack_bits
 from anyaccel.upstream.gguf_internals import name_kind, read_kinds
 from anyaccel.upstream.quanto_internals import read_quanto_tensors
 
-__all__ = ["QuantizedWeight", "read_library", "read_weight"]
+__all__ = ["QuantizedWeight", "make_float8", "make_int8", "read_library", "read_weight"]
 
 _LIBRARIES = frozenset(("bitsandbytes", "diffusers", "optimum", "torchao"))
 QuantizedWeight = tuple[WeightFormat, dict[str, torch.Tensor]]
-_FLOAT8 = {torch.float8_e4m3fn: "fp8-e4m3", torch.float8_e5m2: "fp8-e5m2"}
 # bitsandbytes stores int8 rows as multiples of their largest absolute value divided by 127.
 _INT8_MAX = 127.0
 
@@ -36,7 +35,7 @@ def read_library(layer: torch.nn.Module) -> str:
         library = cls.__module__.partition(".")[0]
         if library in _LIBRARIES and (library != "diffusers" or (library, cls.__name__) in _READERS):
             return library
-    return str(weight.dtype).removeprefix("torch.") if weight.dtype in _FLOAT8 else ""
+    return str(weight.dtype).removeprefix("torch.") if weight.dtype in FLOAT8 else ""
 
 
 def read_weight(layer: Any) -> QuantizedWeight | None:
@@ -49,25 +48,26 @@ def read_weight(layer: Any) -> QuantizedWeight | None:
         reader = _READERS.get((cls.__module__.partition(".")[0], cls.__name__))
         if reader is not None:
             return reader(layer, weight)
-    if weight.dtype in _FLOAT8 and type(weight) is torch.nn.Parameter:
-        return _make_float8(weight.detach(), torch.ones(1))
+    if weight.dtype in FLOAT8 and type(weight) is torch.nn.Parameter:
+        return make_float8(weight.detach(), torch.ones(1))
     raise ModelError(
         f"weights of type {type(weight).__name__} can only run with the kernels of {read_library(layer)}",
         hint="load the model with int8 or float8 weights, or in another format",
     )
 
 
-def _make_float8(data: torch.Tensor, scales: torch.Tensor) -> QuantizedWeight:
+def make_float8(data: torch.Tensor, scales: torch.Tensor) -> QuantizedWeight:
     """Return a float8 weight with one scale, or one scale for each row or for each block of a row."""
     scales = scales.detach().to(torch.float32).reshape(-1)
-    form = Blocks(name=_FLOAT8[data.dtype], shape=tuple(data.shape), block=data.numel() // len(scales))
+    form = Blocks(name=FLOAT8[data.dtype], shape=tuple(data.shape), block=data.numel() // len(scales))
     table = make_float8_table(data.dtype).to(data.device)
     return form, {"codes": data.contiguous().view(torch.uint8), "scales": scales.to(data.device), "table": table}
 
 
-def _make_int8(
+def make_int8(
     name: str, data: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor | None = None
 ) -> QuantizedWeight:
+    """Return an int8 weight with one scale, or one scale for each row or for each block of a row."""
     scales = scales.detach().to(torch.float32).reshape(-1)
     form = Blocks(name=name, shape=tuple(data.shape), block=data.numel() // len(scales))
     parts = {"codes": data.detach().contiguous(), "scales": scales}
@@ -128,7 +128,7 @@ def _read_bitsandbytes_8bit(layer: Any, weight: Any) -> QuantizedWeight | None:
     if scales is None:
         return None
     data = weight.detach() if data is None else data
-    return _make_int8("int8", data, scales / _INT8_MAX)
+    return make_int8("int8", data, scales / _INT8_MAX)
 
 
 def _read_quanto(layer: Any, weight: Any) -> QuantizedWeight | None:
@@ -138,10 +138,10 @@ def _read_quanto(layer: Any, weight: Any) -> QuantizedWeight | None:
     data, scales, offsets, bits = tensors
     if weight.axis != 0:
         raise ModelError("quanto weights with axis=-1 are not supported", hint="quantize the weights with axis=0")
-    if data.dtype in _FLOAT8:
-        return _make_float8(data, scales)
+    if data.dtype in FLOAT8:
+        return make_float8(data, scales)
     if bits == 8:
-        return _make_int8("int8", data, scales)
+        return make_int8("int8", data, scales)
     scales = scales.detach().to(torch.float32).reshape(-1)
     form = Blocks(name=f"int{bits}", shape=tuple(weight.shape), block=data.numel() // len(scales), bits=bits)
     parts = {"codes": pack_bits(data, bits), "scales": scales}
@@ -149,15 +149,15 @@ def _read_quanto(layer: Any, weight: Any) -> QuantizedWeight | None:
 
 
 def _read_torchao_int8(layer: Any, weight: Any) -> QuantizedWeight:
-    return _make_int8("int8", weight.qdata, weight.scale, weight.zero_point)
+    return make_int8("int8", weight.qdata, weight.scale, weight.zero_point)
 
 
 def _read_torchao_float8(layer: Any, weight: Any) -> QuantizedWeight:
-    return _make_float8(weight.qdata, weight.scale)
+    return make_float8(weight.qdata, weight.scale)
 
 
 def _read_bfl_float8(layer: Any, weight: Any) -> QuantizedWeight:
-    return _make_float8(weight.detach(), layer.weight_scale)
+    return make_float8(weight.detach(), layer.weight_scale)
 
 
 def _read_bfl_nvfp4(layer: Any, weight: Any) -> QuantizedWeight:

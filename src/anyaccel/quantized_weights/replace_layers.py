@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from anyaccel.quantized_weights.dequantized_linear import DequantizedLinear
+from anyaccel.quantized_weights.formats import FLOAT8, Blocks
 from anyaccel.quantized_weights.library_layers import read_library, read_weight
 from anyaccel.upstream.diffusers_internals import stop_layerwise_casting
 
-__all__ = ["ReplacedQuantizer", "list_formats", "replace_quantized_layers"]
+__all__ = ["ReplacedQuantizer", "list_formats", "replace_quantized_layers", "set_replaced_quantizer"]
 
 # Flags of diffusers and transformers for quantized models, which restrict `to`. A `DequantizedLinear` allows any.
 _FLAGS = ("is_loaded_in_4bit", "is_loaded_in_8bit", "quantization_method", "is_quantized")
@@ -26,9 +28,11 @@ def replace_quantized_layers(model: torch.nn.Module, is_native: Callable[[str], 
     """
     converted: dict[torch.nn.Module, torch.nn.Module] = {}
     for layer in list(model.modules()):
+        if isinstance(layer, DequantizedLinear):
+            _choose_float8_reader(layer, is_native)
+            continue
         library = read_library(layer)
-        is_done = isinstance(layer, DequantizedLinear)
-        new = _convert(layer) if library and not is_done and not is_native(library) else None
+        new = _convert(layer) if library and not is_native(library) else None
         if new is not None:
             converted[layer] = new
     for parent in list(model.modules()):
@@ -37,9 +41,22 @@ def replace_quantized_layers(model: torch.nn.Module, is_native: Callable[[str], 
                 setattr(parent, name, converted[layer])
     _cast_other_layers(model, is_native)
     if converted:
-        for flag in _FLAGS:
-            vars(model).pop(flag, None)
+        set_replaced_quantizer(model)
+
+
+def set_replaced_quantizer(model: torch.nn.Module) -> None:
+    """Make diffusers and transformers treat a model as one whose layers were replaced, if it has such layers."""
+    for name in (*_FLAGS, "hf_quantizer"):
+        vars(model).pop(name, None)
+    if list_formats(model):
         vars(model)["hf_quantizer"] = ReplacedQuantizer(model)
+
+
+def _choose_float8_reader(layer: DequantizedLinear, is_native: Callable[[str], bool]) -> None:
+    """Let a layer with float8 codes use the dtype if the device has it, and its table of values otherwise."""
+    dtype = next((dtype for dtype, name in FLOAT8.items() if name == layer.format.name), None)
+    if dtype is not None and isinstance(layer.format, Blocks):
+        layer.format = replace(layer.format, native=dtype if is_native(layer.format.name) else None)
 
 
 class ReplacedQuantizer:

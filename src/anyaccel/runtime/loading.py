@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ from anyaccel.errors import AnyaccelError, MissingLibraryError, ModelError, Mode
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.runtime.model_file_checks import check_model_folder, is_single_file
 from anyaccel.runtime.placement_state import find_placement
+from anyaccel.runtime.weight_files.loading import find_component_files, find_denoiser, keep_file_weights, load_component
 from anyaccel.upstream.diffusers_internals import casts_components, read_dtype_argument
-from anyaccel.upstream.diffusers_quantizers import allow_bitsandbytes_on_cpu
+from anyaccel.upstream.diffusers_quantizers import allow_bitsandbytes_on_cpu, find_single_file_error
 
 __all__ = ["derive_pipeline", "keep_dtype", "load_pipeline"]
 
@@ -42,10 +45,35 @@ def load_pipeline(kind: Any, model: Any, options: dict[str, Any]) -> tuple[Any, 
     single = is_single_file(model)
     # Before anything is loaded: a truncated file or a pickle must not be found after gigabytes have been read.
     check_model_folder(model, pickles=not options["use_safetensors"], trusted=bool(options.get("trust_remote_code")))
+    return _load_files(kind, str(model), options, single=single), placement_options
+
+
+def _load_files(kind: Any, model: str, options: dict[str, Any], *, single: bool) -> Any:
+    """Load a pipeline, with 8-bit weights in their format and with the components that come from files."""
+    files = find_component_files(options)
+    config = _read_config(str(options.get("config")) if single else model, needed=bool(files) or "config" in options)
+    denoiser = find_denoiser(Path(model), config) if single and Path(model).is_file() else ""
+    if denoiser:  # the other models come from the folder
+        files[denoiser], single, model = Path(model), False, str(options.pop("config"))
+        kind = kind if hasattr(kind, "from_pretrained") else diffusers.DiffusionPipeline
+    for name, file in files.items():
+        load = functools.partial(load_component, name=name, model=model, config=config, options=options)
+        options[name] = _call_diffusers(load, str(file), {})
     loader = _find_single_file_loader(kind, options) if single else kind.from_pretrained
     if single:
         options.pop("use_safetensors")  # the file's suffix decides
-    return _call_diffusers(loader, str(model), options), placement_options
+    with keep_file_weights(model, config, options) as finish:
+        pipe = _call_diffusers(loader, model, options)
+        finish(pipe)
+    return pipe
+
+
+def _read_config(source: str, *, needed: bool) -> dict[str, Any]:
+    """Return the config of a pipeline; an empty one for a Hub ID unless it is needed, which may download it."""
+    file = Path(source).expanduser() / "model_index.json"
+    if file.is_file():
+        return dict(json.loads(file.read_text()))
+    return dict(_call_diffusers(diffusers.DiffusionPipeline.load_config, source, {})) if needed else {}
 
 
 def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], PlacementOptions]:
@@ -109,7 +137,7 @@ def _call_diffusers(function: Callable[..., Any], model: str, options: dict[str,
             f"cannot load {model}: it has weights that were quantized with {library}: {first_line(error)}",
             hint=f"pip install {library}",
         ) from error
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, AttributeError, find_single_file_error()) as error:
         message = first_line(error)
         hint = f"check that the files in {model} are complete"
         if not Path(model).exists():

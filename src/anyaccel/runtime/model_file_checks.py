@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import ModelError, ModelFileError
+from anyaccel.runtime.weight_files.checks import PICKLES, WEIGHTS, check_weight_file, make_pickle_error
 
-__all__ = ["check_model_folder", "check_safetensors", "is_single_file"]
+__all__ = ["check_model_folder", "is_single_file"]
 
 _INDEXES = ("model_index.json", "modular_model_index.json")
-_WEIGHTS = (".safetensors", ".ckpt", ".bin", ".pt", ".pth", ".gguf")
-_PICKLES = (".bin", ".ckpt", ".pt", ".pth")
-# The format allows headers of about 100 MB.
-_MAX_HEADER_BYTES = 100 * 2**20
 
 
 def is_single_file(model: Any) -> bool:
     """Return whether a model is a weights file (path or URL) rather than a folder or a Hub ID."""
     text = str(model)
-    return text.endswith(_WEIGHTS) and (Path(text).is_file() or text.startswith(("http://", "https://")))
+    return text.endswith(WEIGHTS) and (Path(text).is_file() or text.startswith(("http://", "https://")))
 
 
 def check_model_folder(model: Any, *, pickles: bool, trusted: bool) -> None:
@@ -32,15 +28,7 @@ def check_model_folder(model: Any, *, pickles: bool, trusted: bool) -> None:
     """
     path = Path(str(model)).expanduser()
     if path.is_file():
-        if path.suffix not in _WEIGHTS:
-            raise ModelError(
-                f"{model} is not a single-file checkpoint: its suffix is not one of {', '.join(_WEIGHTS)}",
-                hint="pass the folder of the pipeline, which contains model_index.json",
-            )
-        if path.suffix in _PICKLES and not pickles:
-            raise _make_pickle_error(path)
-        if path.suffix == ".safetensors":
-            check_safetensors(path)
+        check_weight_file(path, pickles=pickles)
         return
     if not path.is_dir():
         # A Hub ID has at most one slash and does not start like a path.
@@ -56,7 +44,9 @@ def check_model_folder(model: Any, *, pickles: bool, trusted: bool) -> None:
         raise ModelFileError(f"{model} is not a pipeline: it has no model_index.json", hint=_suggest_folder(path))
     _check_index(index, trusted)
     for file in sorted(path.rglob("*.safetensors")):
-        check_safetensors(file)
+        check_weight_file(file, pickles=pickles)
+    for file in sorted(path.rglob("*.safetensors.index*.json")):
+        _check_shards(file)
     if not pickles:
         _reject_pickles(path)
 
@@ -94,6 +84,21 @@ def _check_index(index: Path, trusted: bool) -> None:
         )
 
 
+def _check_shards(index: Path) -> None:
+    """Raise `ModelFileError` if a file that the index of sharded weights lists is missing."""
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ModelFileError(f"cannot read {index}: {error}", hint="copy or download the file again") from error
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise ModelFileError(
+            f"{index.parent} lacks {', '.join(missing[:3])}{', …' * (len(missing) > 3)}: "
+            f"{index.name} lists {len(names)} files, and {len(missing)} of them are missing",
+            hint="copy or download the folder again",
+        )
+
+
 def _is_code(folder: Path, entry: list[Any]) -> bool:
     """Return whether a component's class is defined by a Python file in the model folder.
 
@@ -110,39 +115,6 @@ def _reject_pickles(path: Path) -> None:
     for folder in sorted(entry for entry in path.iterdir() if entry.is_dir()):
         names = [file.name for file in folder.iterdir()]
         # Checkpoints of a training run have optimizer.bin and scheduler.bin, which are never loaded.
-        weights = [
-            name for name in names if name.endswith(_PICKLES) and not name.startswith(("optimizer", "scheduler"))
-        ]
+        weights = [name for name in names if name.endswith(PICKLES) and not name.startswith(("optimizer", "scheduler"))]
         if weights and not any(name.endswith(".safetensors") for name in names):
-            raise _make_pickle_error(folder / weights[0])
-
-
-def _make_pickle_error(path: Path) -> ModelError:
-    return ModelError(
-        f"the weights in {path} are pickled, and loading a pickle can run arbitrary code",
-        hint="convert them to safetensors, or pass use_safetensors=False if you trust the source",
-    )
-
-
-def check_safetensors(path: Path) -> None:
-    """Check a safetensors file's size against its header; raise if the file is truncated or corrupted."""
-    # The file starts with the header's length (8 bytes, little endian) and the header (JSON):
-    # https://huggingface.co/docs/safetensors/index#format
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
-            if not 0 <= length <= min(size, _MAX_HEADER_BYTES):
-                raise ValueError("the header cannot be read")
-            header = json.loads(file.read(length))
-    except ValueError as error:
-        hint = "copy or download the file again"
-        raise ModelFileError(f"{path} is not a valid safetensors file: {error}", hint=hint) from error
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    needed = 8 + length + max(ends, default=0)
-    if size < needed:
-        raise ModelFileError(
-            f"{path} is truncated: it has {size:,} bytes, but its header requires {needed:,}",
-            hint="copy or download the file again",
-        )
+            raise make_pickle_error(folder / weights[0])

@@ -1,10 +1,10 @@
-"""Functions of diffusers that dequantize GGUF weights."""
+"""Functions of diffusers that dequantize GGUF weights, and tables of the gguf package."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["dequantize_blocks", "name_kind", "read_kinds"]
+__all__ = ["dequantize_blocks", "is_language_model", "name_kind", "read_block_sizes", "read_kinds"]
 
 # diffusers/quantizers/gguf/utils.py, seen in diffusers 0.35 to 0.42; the functions are not part of its API.
 
@@ -24,7 +24,8 @@ def name_kind(kind: int) -> str:
     """Return the name of a quantization: `Q4_0`."""
     import gguf
 
-    return str(gguf.GGMLQuantizationType(kind).name)
+    names = {int(known): known.name for known in gguf.GGMLQuantizationType}
+    return names.get(kind, f"number {kind}")
 
 
 def read_kinds() -> frozenset[int]:
@@ -32,3 +33,17 @@ def read_kinds() -> frozenset[int]:
     from diffusers.quantizers.gguf.utils import dequantize_functions
 
     return frozenset(map(int, dequantize_functions))
+
+
+def read_block_sizes() -> dict[int, tuple[int, int]]:
+    """Return the weights per block and the bytes per block of each type that the gguf package knows."""
+    import gguf
+
+    return {int(kind): (int(count), int(size)) for kind, (count, size) in gguf.GGML_QUANT_SIZES.items()}
+
+
+def is_language_model(architecture: str) -> bool:
+    """Return whether llama.cpp runs models of an architecture; converters of diffusion models use other names."""
+    import gguf
+
+    return architecture in gguf.MODEL_ARCH_NAMES.values()

@@ -121,7 +121,7 @@ def test_truncated_weights_are_rejected(folder: Path) -> None:
     whole = weights.read_bytes()
     for length in (len(whole) - 1, len(whole) // 2, 100, 4, 0):
         weights.write_bytes(whole[:length])
-        with pytest.raises(ModelError, match=r"is truncated|not a valid safetensors file") as caught:
+        with pytest.raises(ModelError, match=r"is truncated|not a valid safetensors file|is empty") as caught:
             load(folder)
         assert "copy or download the file again" in str(caught.value)
     weights.write_bytes(whole)
