@@ -41,7 +41,7 @@ def choose_split(
     """
     if options.parallel is None:
         return SINGLE_DEVICE
-    weights = sum(component.parameters for component in facts.components) * FLOATING_BYTES[dtype]
+    weights = sum(component.count_bytes(FLOATING_BYTES[dtype]) for component in facts.components)
     fits = weights <= target.capacity_bytes * _FREE_SHARE
     ranks = Ranks(count=None, tensor_types=read_tensor_parallel_devices(), fits_one_device=fits)
     if options.parallel != "auto":

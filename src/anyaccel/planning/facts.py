@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ComponentFacts", "PipelineFacts"]
+__all__ = ["ComponentFacts", "PipelineFacts", "WeightError"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightError:
+    """The relative errors `‖W - Q‖ / ‖W‖` of the layers of a model that anyaccel has quantized."""
+
+    format: str
+    """The format as in the option `weights=`: `int8`."""
+    layers: int
+    mean: float
+    """NaN if the weights are not known."""
+    worst: float
+    worst_layer: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +31,13 @@ class ComponentFacts:
     dtype: str
     """The dtype of its weights now: `float32`."""
     parameters: int
+    """The number of parameters; those of quantized weights count before quantization."""
+    packed_parameters: int = 0
+    """How many of them are in quantized weights."""
+    packed_bytes: int = 0
+    """The size of the quantized weights, with their scales."""
+    weight_error: WeightError | None = None
+    """The error of the weights that `weights=` has quantized."""
     denoises: bool = False
     """Whether its forward takes a timestep, so it runs at every step."""
     blocks: int = 0
@@ -38,6 +58,10 @@ class ComponentFacts:
     """The number of attention heads, which a parallel split must divide; 0 if unknown."""
     sharded: int = 0
     """The number of parameters that a tensor-parallel split shards."""
+
+    def count_bytes(self, itemsize: int) -> int:
+        """Return the size of the weights if those that are not quantized have this number of bytes each."""
+        return (self.parameters - self.packed_parameters) * itemsize + self.packed_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ __all__ = [
     "FLOATING_BYTES",
     "RESIDENCES",
     "SPEEDS",
+    "WEIGHT_FORMATS",
     "PlacementOptions",
     "check_residence",
     "check_speed",
@@ -24,6 +25,8 @@ FLOATING_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 RESIDENCES = ("resident", "component", "layer", "phase")
 
 SPEEDS = ("exact", "fast", "draft")
+# The formats of the option `weights=`.
+WEIGHT_FORMATS = ("int8", "fp8", "nf4", "gguf:Q8_0", "gguf:Q4_0")
 _PARALLEL = re.compile(r"(?P<fixed>auto|cfg)|(?P<strategy>tensor|context)(:(?P<ranks>[0-9]{1,4}))?")
 
 
@@ -51,6 +54,9 @@ class PlacementOptions:
     model, layer or phase (read from disk); None for the fastest one that fits."""
     vae_tiling: bool | None = None
     """Whether the VAE processes images one by one and large ones in tiles; None to do so only if required."""
+    weights: str | None = None
+    """The format to which the linear layers of denoisers and large text encoders are quantized, permanently: `int8`,
+    `fp8`, `nf4`, `gguf:Q8_0`, `gguf:Q4_0`; None to keep the weights as they are."""
     speed: str = "exact"
     """`exact` keeps the image up to rounding; `fast` changes it slightly, `draft` more."""
     compile: str | bool = "auto"
@@ -149,9 +155,16 @@ def _check(options: PlacementOptions) -> None:
     if not isinstance(options.compile, bool) and options.compile != "auto":
         hint = "for example compile=True, or omit it"
         raise UsageError(f"compile must be 'auto', True or False, not {options.compile!r}", hint=hint)
+    if options.weights not in (None, *WEIGHT_FORMATS):
+        formats = ", ".join(WEIGHT_FORMATS)
+        hint = nearest(str(options.weights), list(WEIGHT_FORMATS))
+        raise UsageError(f"weights must be one of {formats}, not {options.weights!r}", hint=hint)
     check_speed(options.speed)
-    if options.parallel is not None:
-        read_parallel(options.parallel)
+    if options.parallel is not None and read_parallel(options.parallel)[0] == "tensor" and options.weights is not None:
+        raise UsageError(
+            f"parallel={options.parallel!r} cannot split quantized weights, and weights={options.weights!r} was passed",
+            hint="use parallel='context', or omit weights",
+        )
     if options.scheduler not in (None, "cpu", "device"):
         hint = "for example scheduler='cpu', or omit it"
         raise UsageError(f"scheduler must be 'cpu' or 'device', not {options.scheduler!r}", hint=hint)

@@ -18,6 +18,7 @@ __all__ = [
     "Split",
     "SplitStrategy",
     "choose_parallel",
+    "count_rank_bytes",
     "count_rank_parameters",
     "torchrun_command",
 ]
@@ -118,6 +119,11 @@ def count_rank_parameters(component: ComponentFacts, split: Split | None) -> int
     return component.parameters - component.sharded + component.sharded // split.ranks
 
 
+def count_rank_bytes(component: ComponentFacts, split: Split | None, itemsize: int) -> int:
+    """Return the size of the weights of a model that one rank holds."""
+    return component.count_bytes(itemsize) - (component.parameters - count_rank_parameters(component, split)) * itemsize
+
+
 def _as_strategy(name: str) -> SplitStrategy:
     return next(strategy for strategy in _PLAN_NAMES if strategy == name)
 
@@ -183,7 +189,7 @@ def _find_model_problem(model: ComponentFacts, split: Split) -> tuple[str, str] 
             f"diffusers has no {_PLAN_NAMES[split.strategy]} plan for {model.kind}",
             f"try parallel={other!r} instead",
         )
-    if model.quantized and split.strategy == "tensor":
+    if (model.quantized or model.weight_libraries) and split.strategy == "tensor":
         return f"the weights of {model.name} are quantized and cannot be split", "load the model without quantization"
     # diffusers' Ulysses attention and its tensor plans both split the heads evenly over the ranks.
     if model.heads and model.heads % split.ranks:

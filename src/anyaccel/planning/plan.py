@@ -30,6 +30,7 @@ from anyaccel.planning.speedups import (
     choose_compile_policy,
     choose_fusions,
 )
+from anyaccel.planning.weight_formats import choose_weights
 from anyaccel.planning.weight_kernels import choose_dequantized
 from anyaccel.planning.workarounds import choose_workarounds
 
@@ -70,6 +71,7 @@ class Plan:
     fusions: Decision[tuple[str, ...]]
     capture: Decision[bool]
     quantization: Decision[str]
+    weights: Decision[tuple[tuple[str, str], ...]]
     dequantized: Decision[tuple[tuple[str, str], ...]]
     step_skipping: Decision[StepSkipping | None]
     check_finite: Decision[bool]
@@ -154,6 +156,7 @@ def make_plan(
         fusions=choose_fusions(sheet, options),
         capture=choose_capture(sheet, options),
         quantization=choose_quantization(sheet, options, dtype.value),
+        weights=choose_weights(facts, options),
         dequantized=choose_dequantized(sheet, facts, virtual=virtual),
         step_skipping=choose_step_skipping(options),
         check_finite=_choose_check_finite(options),

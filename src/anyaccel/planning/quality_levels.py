@@ -83,6 +83,8 @@ def choose_quantization(sheet: Sheet, options: PlacementOptions, dtype: str) -> 
     """
     if options.speed == "exact":
         return Decision("", "speed='exact': matrix products use the dtype of the model")
+    if options.weights is not None:
+        return Decision("", f"the weights are quantized with weights={options.weights!r} instead")
     # Only if the sheet has a measurement: on other devices casting to float8 may cost more than it saves.
     speedup = sheet.speedup("float8")
     if speedup is None:

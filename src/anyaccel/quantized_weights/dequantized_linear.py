@@ -22,6 +22,8 @@ class DequantizedLinear(torch.nn.Linear):
     dtype: torch.dtype
     """The dtype of `weight`."""
     part_names: tuple[str, ...]
+    error: float | None = None
+    """The relative error of the weight if `weights=` has quantized it."""
 
     @classmethod
     def convert(cls, layer: torch.nn.Module, form: WeightFormat, parts: Parts, dtype: torch.dtype) -> DequantizedLinear:
@@ -55,10 +57,18 @@ class DequantizedLinear(torch.nn.Linear):
         bias = None if self.bias is None else self.bias.to(input.dtype)
         return torch.nn.functional.linear(input, self._dequantize(input.dtype), bias)
 
-    def to_linear(self) -> torch.nn.Linear:
-        """Return a plain layer with the dequantized weight."""
+    def count_weights(self) -> int:
+        """Return the number of elements of `weight`, without dequantizing it."""
+        return self.in_features * self.out_features
+
+    def count_bytes(self) -> int:
+        """Return the size of the quantized weight."""
+        return sum(getattr(self, name).nbytes for name in self.part_names)
+
+    def to_linear(self, dtype: torch.dtype | None = None) -> torch.nn.Linear:
+        """Return a plain layer with the dequantized weight, in its dtype by default."""
         linear = torch.nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        linear.weight = torch.nn.Parameter(self._dequantize(self.dtype), requires_grad=False)
+        linear.weight = torch.nn.Parameter(self._dequantize(dtype or self.dtype), requires_grad=False)
         linear.bias = self.bias
         return linear.train(self.training)
 
@@ -70,8 +80,7 @@ class DequantizedLinear(torch.nn.Linear):
             # `model.to(dtype)` must not round the scales.
             if after.dtype != before.dtype:
                 setattr(self, name, before.to(after.device))
-                if before.dtype.is_floating_point:
-                    self.dtype = after.dtype
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=next(iter(kept.values())).device)).dtype
         return moved
 
     def extra_repr(self) -> str:

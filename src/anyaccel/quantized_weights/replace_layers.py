@@ -72,12 +72,12 @@ class ReplacedQuantizer:
         """Return False: the file would not have the format of the library."""
         return False
 
-    def dequantize(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Replace the layers by plain linear layers, as `model.dequantize()` does in diffusers."""
+    def dequantize(self, model: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.nn.Module:
+        """Replace the layers by plain linear layers, as `model.dequantize()` does in diffusers and transformers."""
         for parent in list(model.modules()):
             for name, layer in parent.named_children():
                 if isinstance(layer, DequantizedLinear):
-                    setattr(parent, name, layer.to_linear())
+                    setattr(parent, name, layer.to_linear(dtype))
         del vars(model)["hf_quantizer"]
         return model
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from anyaccel.quantized_weights.dequantized_linear import DequantizedLinear
+
 __all__ = ["count_stored_bytes", "list_stored_tensors"]
 
 
@@ -23,6 +25,8 @@ def list_stored_tensors(layer: Any) -> list[torch.Tensor]:
 
 def count_stored_bytes(layer: Any) -> int:
     """Return the size of a quantized layer's weight."""
+    if isinstance(layer, DequantizedLinear):  # reading its `weight` would dequantize it
+        return layer.count_bytes()
     return sum(tensor.numel() * tensor.element_size() for tensor in list_stored_tensors(layer))
 
 

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 
 from anyaccel.planning.facts import ComponentFacts, PipelineFacts
+from anyaccel.quantized_weights.dequantized_linear import DequantizedLinear
 from anyaccel.quantized_weights.library_layers import read_library
+from anyaccel.quantized_weights.packed_size import count_packed
+from anyaccel.quantized_weights.quantize import read_error
 from anyaccel.quantized_weights.replace_layers import ReplacedQuantizer
 from anyaccel.runtime.placement_state import Placement, find_placement
 from anyaccel.upstream.diffusers_internals import read_layerwise_dtype, read_parallel_plan, read_repeated_blocks
@@ -77,6 +80,9 @@ def read_dtype(model: torch.nn.Module) -> str:
     for weight in model.parameters():
         if weight.is_floating_point():
             sizes[computed.get(weight, weight.dtype)] += weight.numel()
+    for layer in model.modules():
+        if isinstance(layer, DequantizedLinear):
+            sizes[layer.dtype] += layer.count_weights()
     return str(sizes.most_common(1)[0][0]).removeprefix("torch.") if sizes else "float32"
 
 
@@ -90,13 +96,16 @@ def list_forward_arguments(module: torch.nn.Module) -> list[str]:
 
 def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> ComponentFacts:
     plain = unwrap_compiled(module)
-    parameters, layers = list(plain.parameters()), list(plain.modules())
+    layers, packed = list(plain.modules()), count_packed(plain)
     forward_arguments = set(list_forward_arguments(plain))
     return ComponentFacts(
         name=name,
         kind=type(plain).__name__,
         dtype=loaded or read_dtype(plain),
-        parameters=sum(parameter.numel() for parameter in parameters),
+        parameters=packed.plain + packed.quantized,
+        packed_parameters=packed.quantized,
+        packed_bytes=packed.quantized_bytes,
+        weight_error=read_error(plain),
         denoises=bool(forward_arguments & _TIMESTEP_ARGUMENTS) or name.startswith(_DENOISERS),
         blocks=_count_blocks(plain, layers),
         convolutions=sum(isinstance(layer, torch.nn.Conv2d) for layer in layers),

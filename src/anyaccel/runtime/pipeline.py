@@ -18,6 +18,7 @@ from anyaccel.backends.device_functions import dtype_name
 from anyaccel.errors import UsageError
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.memory import Residence
+from anyaccel.planning.options import read_options
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.call.between_calls import between_calls, make_running_error
 from anyaccel.runtime.call.run import run_call
@@ -29,6 +30,7 @@ from anyaccel.runtime.own_methods import call_own_to, find_own_methods, read_to_
 from anyaccel.runtime.placement.inherit import adopt_before_move, adopt_placement, place_copy
 from anyaccel.runtime.placement.oom_retry import remove_offload_hooks, weights_on_cpu
 from anyaccel.runtime.placement.place import attach_placement, place_pipeline, plan_pipeline, replan, resolve_device
+from anyaccel.runtime.placement.quantized_layers import find_models_to_quantize, quantize_models
 from anyaccel.runtime.placement_state import (
     Placement,
     being_offloaded,
@@ -407,8 +409,11 @@ class AutoPipelineForInpainting(_AutoPipeline):
 
 
 def _load_portable(kind: Any, model: Any, options: dict[str, Any]) -> Any:
-    pipe, placement_options = load_pipeline(kind, model, options)
-    store_options(make_portable(pipe), placement_options)
+    weights = options.pop("weights", None)
+    placement_options = read_options({"weights": weights})  # raises before anything is loaded
+    pipe, loading_options = load_pipeline(kind, model, options)
+    quantize_models(find_models_to_quantize(pipe, weights), weights)
+    store_options(make_portable(pipe), replace(loading_options, weights=placement_options.weights))
     return pipe
 
 

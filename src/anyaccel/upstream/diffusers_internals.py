@@ -55,6 +55,7 @@ __all__ = [
     "read_repeated_blocks",
     "read_step_count",
     "read_tensor_parallel_devices",
+    "read_uncast_layers",
     "stop_layerwise_casting",
     "supports_group_offloading",
     "unpack_latents",
@@ -245,6 +246,13 @@ def _read_names(target: ast.expr) -> set[str]:
 def read_float32_modules(model: Any) -> tuple[str, ...]:
     """Return the names of modules kept in float32 (models/modeling_utils.py, `_keep_in_fp32_modules`)."""
     return tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
+
+
+def read_uncast_layers(model: Any) -> tuple[str, ...]:
+    """Return patterns of the names of layers that layerwise casting skips (hooks/layerwise_casting.py)."""
+    from diffusers.hooks.layerwise_casting import DEFAULT_SKIP_MODULES_PATTERN
+
+    return (*DEFAULT_SKIP_MODULES_PATTERN, *(getattr(model, "_skip_layerwise_casting_patterns", None) or ()))
 
 
 def read_repeated_blocks(model: Any) -> frozenset[str]:

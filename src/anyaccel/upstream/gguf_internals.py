@@ -1,10 +1,10 @@
-"""Functions of diffusers that dequantize GGUF weights, and tables of the gguf package."""
+"""Functions of diffusers that dequantize GGUF weights, and functions and tables of the gguf package."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["dequantize_blocks", "is_language_model", "name_kind", "read_block_sizes", "read_kinds"]
+__all__ = ["dequantize_blocks", "is_language_model", "name_kind", "quantize_blocks", "read_block_sizes", "read_kinds"]
 
 # diffusers/quantizers/gguf/utils.py, seen in diffusers 0.35 to 0.42; the functions are not part of its API.
 
@@ -18,6 +18,20 @@ def dequantize_blocks(data: torch.Tensor, kind: int) -> torch.Tensor:
     block_size, type_size = GGML_QUANT_SIZES[quantization]
     values: torch.Tensor = dequantize_functions[quantization](data.reshape(-1, type_size), block_size, type_size)
     return values
+
+
+def quantize_blocks(values: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
+    """Return a matrix in float32 as GGUF blocks of the quantization with this name, and the number of the quantization.
+
+    Blocks of a tensor on `meta` are on `meta`, too.
+    """
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[name]
+    count, size = gguf.GGML_QUANT_SIZES[kind]
+    if values.is_meta:
+        return values.new_empty((values.shape[0], values.shape[1] // count * size), dtype=torch.uint8), int(kind)
+    return torch.from_numpy(gguf.quantize(values.numpy(), kind)), int(kind)
 
 
 def name_kind(kind: int) -> str:

@@ -92,7 +92,7 @@ def _fits_one_device(opened: OpenDevice, facts: PipelineFacts, options: Placemen
     except NotMeasurableError:
         return None
     itemsize = FLOATING_BYTES[options.dtype or opened.sheet.default_dtypes.order[0]]
-    return sum(component.parameters for component in facts.components) * itemsize <= total * _MAX_WEIGHTS_SHARE
+    return sum(component.count_bytes(itemsize) for component in facts.components) <= total * _MAX_WEIGHTS_SHARE
 
 
 def open_rank_device(opened: OpenDevice, requested: Any) -> OpenDevice:

@@ -25,7 +25,7 @@ from anyaccel.planning.memory import (
     make_forecast,
 )
 from anyaccel.planning.options import PlacementOptions
-from anyaccel.planning.parallel import count_rank_parameters
+from anyaccel.planning.parallel import count_rank_bytes
 from anyaccel.runtime.call_request import CallRequest, shape_of
 from anyaccel.runtime.introspection import find_components, plain_class, read_facts
 from anyaccel.runtime.library_code import find_user_code_in_call
@@ -179,7 +179,7 @@ def plan_weights(pipe: Any, placement: Placement) -> Decision[MemoryRule]:
     """
     split = placement.plan.parallel.value
     weights = {
-        component.name: count_rank_parameters(component, split) * _bytes_per_parameter(component.name, placement)
+        component.name: count_rank_bytes(component, split, _bytes_per_parameter(component.name, placement))
         for component in read_facts(pipe).components
     }
     capacity = find_capacity(pipe, placement)
@@ -299,7 +299,7 @@ def _fits_easily(pipe: Any, placement: Placement, request: CallRequest, capacity
     """Return whether a call certainly fits in device memory, based on a rough upper bound."""
     plan = placement.plan
     element = int(getattr(torch, plan.dtype.value).itemsize)
-    weights = sum(component.parameters for component in read_facts(pipe).components) * element
+    weights = sum(component.count_bytes(element) for component in read_facts(pipe).components)
     width, height = request.arguments.get("width"), request.arguments.get("height")
     side = find_default_side(pipe)
     pixels = (width if isinstance(width, int) else side) * (height if isinstance(height, int) else side)

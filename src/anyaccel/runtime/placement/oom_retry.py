@@ -196,7 +196,10 @@ def _choose_rule(pipe: Any, placement: Placement, request: CallRequest, rules: l
 # Stored on disk: a change of this text makes existing outcomes unreadable.
 def _outcome_key(pipe: Any, placement: Placement, request: CallRequest) -> str:
     facts = read_facts(pipe)
-    weights = ", ".join(f"{component.name} {component.parameters}" for component in facts.components)
+    weights = ", ".join(
+        f"{component.name} {component.parameters}" + f" ({component.packed_bytes} bytes)" * bool(component.packed_bytes)
+        for component in facts.components
+    )
     device = f"{placement.plan.title} {placement.opened.driver.device_name(placement.opened.index)}"
     return f"{device} | {facts.pipeline}: {weights} | {placement.plan.dtype.value} | {shape_of(request)}"
 

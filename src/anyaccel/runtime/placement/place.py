@@ -41,7 +41,11 @@ from anyaccel.runtime.placement.group_offload import is_streamed
 from anyaccel.runtime.placement.memory_plan import list_pipeline_residences, plan_weights
 from anyaccel.runtime.placement.offload import move_to_cpu
 from anyaccel.runtime.placement.oom_retry import clear_traceback_frames, free_memory, move_weights
-from anyaccel.runtime.placement.quantized_layers import replace_unsupported_layers
+from anyaccel.runtime.placement.quantized_layers import (
+    find_models_to_quantize,
+    quantize_models,
+    replace_unsupported_layers,
+)
 from anyaccel.runtime.placement_state import (
     Placement,
     drop_placement,
@@ -166,6 +170,10 @@ def place_pipeline(
     # A residence that an earlier placement accepted is not checked again.
     if offloaded is None and (before is None or before.options.memory != options.memory):
         check_residence(options.memory, unified_memory=opened.sheet.unified_memory)
+    unquantized = find_models_to_quantize(pipe, options.weights)
+    if unquantized:
+        _undo(pipe, before)  # streamed layers cannot be replaced
+        quantize_models(unquantized, options.weights)
     replace_unsupported_layers(find_models(pipe), opened)
     loaded = {component.name: component.dtype for component in read_facts(pipe).components}
     plan = plan_pipeline(pipe, opened, options, dtype)
@@ -407,6 +415,7 @@ def place_new_models(pipe: Any, placement: Placement) -> None:
     new = {name: model for name, model in find_models(pipe).items() if placed.get(name) is not model}
     if not new:
         return
+    quantize_models(find_models_to_quantize(pipe, placement.options.weights), placement.options.weights)
     replace_unsupported_layers(new, placement.opened)
     placement.placed |= {name: weakref.ref(model) for name, model in new.items()}
     placement.call_plans.clear()

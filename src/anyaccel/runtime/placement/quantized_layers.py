@@ -9,13 +9,48 @@ import torch
 
 from anyaccel.backends.device import OpenDevice, find_device
 from anyaccel.errors import UsageError
+from anyaccel.planning.weight_formats import check_not_quantized_otherwise, find_weights_to_quantize
 from anyaccel.planning.weight_kernels import has_kernels
 from anyaccel.quantized_weights.dequantized_linear import DequantizedLinear
+from anyaccel.quantized_weights.quantize import quantize_model
 from anyaccel.quantized_weights.replace_layers import list_formats, replace_quantized_layers
-from anyaccel.runtime.introspection import find_models
+from anyaccel.runtime.introspection import find_models, read_facts
 from anyaccel.runtime.placement_state import Placement
+from anyaccel.runtime.speed.quantize import check_not_quantized
 
-__all__ = ["check_no_merged_adapters", "check_not_dequantized", "replace_unsupported_layers"]
+__all__ = [
+    "check_no_merged_adapters",
+    "check_not_dequantized",
+    "find_models_to_quantize",
+    "quantize_models",
+    "replace_unsupported_layers",
+]
+
+
+def find_models_to_quantize(pipe: Any, weights: str | None) -> dict[str, torch.nn.Module]:
+    """Return the models that `weights=` quantizes, without those that have this format already.
+
+    Raise `UsageError` if one of them has another format.
+    """
+    if weights is None:
+        return {}
+    facts = read_facts(pipe)
+    chosen, models = find_weights_to_quantize(facts), find_models(pipe)
+    for component in facts.components:
+        if component.name in chosen:
+            check_not_quantized_otherwise(component, weights)
+    done = {component.name for component in facts.components if component.weight_error is not None}
+    found = {name: models[name] for name in chosen if name not in done}
+    if found:
+        check_not_quantized(pipe, f"weights={weights!r}")
+    return found
+
+
+def quantize_models(models: Mapping[str, torch.nn.Module], weights: str | None) -> None:
+    """Quantize the linear layers of models, permanently."""
+    for model in models.values():
+        assert weights is not None
+        quantize_model(model, weights)
 
 
 def replace_unsupported_layers(models: Mapping[str, torch.nn.Module], opened: OpenDevice) -> None:
@@ -41,7 +76,8 @@ def check_not_dequantized(pipe: Any, operation: str) -> None:
 def check_no_merged_adapters(pipe: Any, placement: Placement) -> None:
     """Raise `UsageError` after `pipe.transformer.fuse_lora()`, which cannot change quantized weights."""
     models = find_models(pipe)
-    for name in dict.fromkeys(name for name, _ in placement.plan.dequantized.value if name in models):
+    quantized = (*placement.plan.dequantized.value, *placement.plan.weights.value)
+    for name in dict.fromkeys(name for name, _ in quantized if name in models):
         for layer in models[name].modules():
             if getattr(layer, "merged", False) and isinstance(getattr(layer, "base_layer", None), DequantizedLinear):
                 raise UsageError(

@@ -1,0 +1,290 @@
+"""The option `weights=`, which quantizes a loaded pipeline when it is placed."""
+
+import copy
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from peft import LoraConfig
+
+import anyaccel
+from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.run_forked import run_forked
+from anyaccel.planning.options import WEIGHT_FORMATS
+from anyaccel.quantized_weights.dequantized_linear import DequantizedLinear
+from anyaccel.quantized_weights.quantize import find_layers, quantize_model, quantize_weight, read_error
+from anyaccel.quantized_weights.replace_layers import list_formats
+from anyaccel.recipes import Recipe, recipes, run
+from anyaccel.runtime.introspection import read_facts
+from anyaccel.runtime.placement.quantized_layers import find_models_to_quantize, quantize_models
+from tests.conftest import NEEDS_RECIPES
+from tests.emulator.forked import DEVICES
+from tests.quantized_weights.quantizers import FORMATS, RECIPE, make_pipeline
+
+pytestmark = NEEDS_RECIPES
+# The other devices and formats run with `make test-slow`.
+QUICK: list[tuple[str, str, tuple[str, ...]]] = [
+    ("mps", "flux", WEIGHT_FORMATS),
+    ("neuron", "flux", ("nf4",)),
+    ("hpu", "flux", ("gguf:Q4_0",)),
+    ("xpu", "flux", ("fp8",)),
+    ("mps", "stable-diffusion-xl", ("nf4",)),
+]
+
+
+@functools.cache
+def run_dequantized(name: str, weights: str) -> Any:
+    """Return the image of the quantized weights in plain layers on the CPU, in float32."""
+    pipe: Any = recipes()[name].make()
+    quantize_models(find_models_to_quantize(pipe, weights), weights)
+    for model in ("transformer", "unet", "text_encoder", "text_encoder_2"):
+        if getattr(pipe, model, None) is not None:
+            getattr(pipe, model).dequantize()
+    return run(recipes()[name], pipe)
+
+
+def list_quantized(model: torch.nn.Module) -> list[DequantizedLinear]:
+    return [layer for layer in model.modules() if isinstance(layer, DequantizedLinear)]
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "formats"),
+    [
+        *QUICK,
+        *(
+            pytest.param(device, name, WEIGHT_FORMATS, marks=pytest.mark.slow)
+            for device in DEVICES
+            for name in ("flux", "stable-diffusion-xl")
+        ),
+    ],
+)
+def test_the_image_is_that_of_the_same_weights_on_the_cpu(device: str, name: str, formats: tuple[str, ...]) -> None:
+    recipe: Recipe = recipes()[name]
+
+    def use(accelerator: VirtualAccelerator) -> list[tuple[Any, dict[str, str], bool, set[torch.dtype]]]:
+        results = []
+        for weights in formats:
+            placed = anyaccel.place(recipe.make(), f"virtual:{accelerator.name}", dtype="float32", weights=weights)
+            layers = list_quantized(getattr(placed, "transformer", None) or placed.unet)
+            assert len(layers) > 20
+            codes = {layer.get_buffer("codes").dtype for layer in layers}
+            plan = placed.plan
+            results.append((run(recipe, placed), dict(plan.weights.value), bool(plan.dequantized.value), codes))
+        return results
+
+    denoiser = "transformer" if name == "flux" else "unet"
+    for weights, (image, chosen, dequantizes, codes) in zip(formats, run_forked(device, use), strict=True):
+        numpy.testing.assert_allclose(image, run_dequantized(name, weights), atol=1e-5, err_msg=weights)
+        assert chosen == dict.fromkeys((denoiser, "text_encoder", "text_encoder_2"), weights)
+        assert dequantizes is ((device, weights) != ("xpu", "fp8"))  # XPU has float8
+        assert codes <= {torch.uint8, torch.int8}
+
+
+def test_the_error_of_each_format() -> None:
+    values = torch.randn(256, 3072, generator=torch.Generator().manual_seed(0))
+    errors = {}
+    for weights in WEIGHT_FORMATS:
+        layer = torch.nn.Linear(3072, 256)
+        layer.weight = torch.nn.Parameter(values.clone())
+        model: Any = torch.nn.Sequential(layer)
+        quantize_model(model, weights)
+        error = read_error(model)
+        assert error is not None
+        assert (error.format, error.layers, error.worst_layer) == (weights, 1, "0")
+        assert error.mean == error.worst
+        assert error.mean == pytest.approx(float((model[0].weight - values).norm() / values.norm()))
+        errors[weights] = error.mean
+    # For weights with a normal distribution, as in docs/quantized-weights.md.
+    expected = {"gguf:Q8_0": 0.0056, "int8": 0.0085, "fp8": 0.026, "gguf:Q4_0": 0.089, "nf4": 0.095}
+    assert errors == pytest.approx(expected, rel=0.05)
+    assert sorted(errors, key=lambda name: errors[name]) == list(expected)
+
+
+def test_nf4_has_the_codes_of_bitsandbytes() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    values = torch.randn(16, 128, generator=torch.Generator().manual_seed(0))
+    data, state = functional.quantize_4bit(values, quant_type="nf4", blocksize=64)
+    _form, parts = quantize_weight(values, "nf4")
+    assert torch.equal(parts["codes"], data.reshape(-1))
+    torch.testing.assert_close(parts["scales"], state.absmax)
+
+
+@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+def test_weights_of_zero_and_of_one_value(weights: str) -> None:
+    values = torch.zeros(4, 64)
+    values[1] = 3.0
+    form, parts = quantize_weight(values, weights)
+    torch.testing.assert_close(form.dequantize(parts), values)
+
+
+def test_the_plan_reports_the_error() -> None:
+    pipe = anyaccel.place(RECIPE.make(), "cpu", dtype="float32", weights="int8")
+    error = read_error(pipe.transformer)
+    assert error is not None
+    assert 0.004 < error.mean < 0.007
+    assert error.mean < error.worst == max(layer.error or 0 for layer in list_quantized(pipe.transformer))
+    assert f"transformer {error.mean:.2%}"[:-2] in pipe.plan.weights.reason
+    assert f"worst layer {error.worst_layer}" in str(pipe.plan).replace("\n", " ").replace("  ", " ")
+    plain = anyaccel.place(RECIPE.make(), "cpu")
+    assert plain.plan.weights.value == ()
+    assert list_formats(plain.transformer) == {}
+
+
+def test_which_layers_stay() -> None:
+    pipe: Any = RECIPE.make()
+    layers = find_layers(pipe.transformer, "int8")
+    kept = {name for name, layer in pipe.transformer.named_modules() if type(layer) is torch.nn.Linear} - set(layers)
+    assert kept == {
+        *(f"time_text_embed.{part}_embedder.linear_{n}" for part in ("timestep", "guidance", "text") for n in (1, 2)),
+        *("context_embedder", "x_embedder", "proj_out"),
+    }
+    # T5 keeps the layers `wo` in float32.
+    assert not [name for name in find_layers(pipe.text_encoder_2, "int8") if name.endswith("wo")]
+    # 37 columns are no multiple of 32, and 37 * 32 weights no multiple of 64.
+    gguf, nf4, int8 = (set(find_layers(pipe.text_encoder, name)) for name in ("gguf:Q8_0", "nf4", "int8"))
+    assert nf4 < gguf < int8
+    tied: Any = torch.nn.ModuleDict({"a": torch.nn.Linear(64, 64), "b": torch.nn.Embedding(64, 64)})
+    tied.b.weight = tied.a.weight
+    assert find_layers(tied, "int8") == {}
+
+
+def test_the_facts_count_the_small_weights() -> None:
+    before = {component.name: component for component in read_facts(RECIPE.make()).components}
+    pipe = anyaccel.place(RECIPE.make(), "cpu", dtype="float32", weights="gguf:Q8_0")
+    after = {component.name: component for component in read_facts(pipe).components}
+    assert after["vae"] == before["vae"]
+    facts = after["transformer"]
+    assert facts.parameters == before["transformer"].parameters
+    assert facts.packed_bytes == facts.packed_parameters * 8.5 / 8
+    tensors = (*pipe.transformer.parameters(), *pipe.transformer.buffers())
+    assert facts.count_bytes(4) == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_weights_that_fit_when_quantized_stay_on_the_device() -> None:
+    def use(accelerator: VirtualAccelerator) -> list[tuple[str, int]]:
+        chosen = []
+        for weights in (None, "nf4"):
+            pipe = RECIPE.make()
+            placed = anyaccel.place(pipe, f"virtual:{accelerator.name}", dtype="float32", weights=weights)
+            need = sum(component.count_bytes(4) for component in read_facts(placed).components)
+            chosen.append((placed.plan.memory.value.residence, need))
+        return chosen
+
+    needs = run_forked("mps", use)
+    small = needs[1][1] * 3 // 2
+    assert needs[0][1] > small
+    assert [residence for residence, _ in run_forked("mps", use, memory=small)] == ["phase", "resident"]
+
+
+def test_later_placements() -> None:
+    placed = anyaccel.place(RECIPE.make(), "cpu", dtype="float32", weights="int8")
+    codes, expected = list_quantized(placed.transformer)[0].get_buffer("codes"), run(RECIPE, placed)
+    placed.to("cpu")
+    placed.to("cpu", weights=None)
+    assert list_quantized(placed.transformer)[0].get_buffer("codes") is codes
+    assert "permanent" in placed.plan.weights.reason
+    numpy.testing.assert_array_equal(run(RECIPE, copy.deepcopy(placed)), expected)
+    with pytest.raises(anyaccel.AnyaccelError, match="text_encoder already has int8 weights\nhint: load the pipeline"):
+        placed.to("cpu", weights="nf4")
+    numpy.testing.assert_array_equal(run(RECIPE, placed), expected)
+    other: Any = RECIPE.make()
+    placed.to("cpu", weights="int8")
+    placed.transformer = other.transformer
+    numpy.testing.assert_array_equal(run(RECIPE, placed), expected)
+    assert list_formats(placed.transformer) == {"int8": 21}
+    placed.transformer.dequantize()
+    assert read_error(placed.transformer) is None
+
+
+def test_an_offloaded_pipeline_can_be_quantized() -> None:
+    def use(accelerator: VirtualAccelerator) -> Any:
+        device = f"virtual:{accelerator.name}"
+        placed = anyaccel.place(RECIPE.make(), device, dtype="float32", memory="layer")
+        run(RECIPE, placed)
+        return run(RECIPE, placed.to(device, weights="nf4"))
+
+    numpy.testing.assert_allclose(run_forked("mps", use), run_dequantized("flux", "nf4"), atol=1e-5)
+
+
+def test_lora_on_quantized_weights(tmp_path: Path) -> None:
+    def add(pipe: Any) -> Any:
+        torch.manual_seed(0)
+        pipe.transformer.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k"], init_lora_weights=False))
+        return pipe
+
+    plain: Any = RECIPE.make()
+    quantize_models(find_models_to_quantize(plain, "int8"), "int8")
+    without = run(RECIPE, plain)
+    expected = run(RECIPE, add(plain))
+    assert numpy.abs(expected - without).max() > 0.05
+
+    def use(accelerator: VirtualAccelerator) -> None:
+        device = f"virtual:{accelerator.name}"
+        after = add(anyaccel.place(RECIPE.make(), device, dtype="float32", weights="int8"))
+        numpy.testing.assert_allclose(run(RECIPE, after), expected, atol=1e-5)
+        before = anyaccel.place(add(RECIPE.make()), device, dtype="float32", weights="int8")
+        numpy.testing.assert_allclose(run(RECIPE, before), expected, atol=1e-5)
+        assert list_formats(before.transformer) == list_formats(after.transformer)
+        for method in (before.fuse_lora, functools.partial(before.save_pretrained, tmp_path)):
+            with pytest.raises(anyaccel.AnyaccelError, match="the device dequantizes the int8 weights"):
+                method()
+        fused = add(RECIPE.make())
+        fused.transformer.fuse_lora()
+        with pytest.raises(anyaccel.AnyaccelError, match="into which adapters are fused"):
+            anyaccel.place(fused, device, weights="int8")
+
+    run_forked("mps", use)
+
+
+@pytest.mark.parametrize("name", ["gguf-Q4_0", "bitsandbytes-nf4", "torchao-int8", "float8_e4m3fn"])
+def test_models_that_are_quantized_already_are_refused(name: str, tmp_path: Path) -> None:
+    saved: Any = RECIPE.make()
+    saved.save_pretrained(tmp_path / "saved")
+    pipe = make_pipeline(FORMATS[name], tmp_path / "saved", tmp_path)
+    with pytest.raises(anyaccel.AnyaccelError, match=r"transformer already has .* weights\nhint: omit weights="):
+        anyaccel.place(pipe, "cpu", weights="int8")
+    # Nothing was changed.
+    assert list_formats(pipe.text_encoder) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": "int9"}, "weights must be one of int8, fp8.*\nhint: did you mean int8"),
+        ({"weights": "gguf:Q4_K"}, "did you mean gguf:Q4_0"),
+        ({"weights": True}, "weights must be one of"),
+        ({"weights": "int8", "parallel": "tensor:2"}, "cannot split quantized weights"),
+    ],
+)
+def test_values_that_are_rejected(options: dict[str, Any], message: str) -> None:
+    pipe: Any = RECIPE.make()
+    with pytest.raises(anyaccel.AnyaccelError, match=message):
+        anyaccel.place(pipe, "cpu", **options)
+    assert list_formats(pipe.transformer) == {}
+
+
+def test_from_pretrained_quantizes_when_loading(tmp_path: Path) -> None:
+    saved: Any = RECIPE.make()
+    saved.save_pretrained(tmp_path)
+    pipe = anyaccel.DiffusionPipeline.from_pretrained(tmp_path, weights="gguf:Q8_0")
+    assert list_formats(pipe.transformer) == {"gguf:Q8_0": 21}
+    numpy.testing.assert_allclose(run(RECIPE, pipe), run_dequantized("flux", "gguf:Q8_0"), atol=1e-5)
+    with pytest.raises(anyaccel.AnyaccelError, match="weights must be one of"):
+        anyaccel.DiffusionPipeline.from_pretrained("missing", weights="int3")
+
+
+def test_a_model_on_meta_has_the_same_sizes() -> None:
+    for weights in WEIGHT_FORMATS:
+        pipes: list[Any] = [RECIPE.make(), RECIPE.make()]
+        models = [pipes[0].transformer, pipes[1].transformer.to("meta")]
+        for model in models:
+            quantize_model(model, weights)
+        shapes = [{name: (part.shape, part.dtype) for name, part in model.named_buffers()} for model in models]
+        assert shapes[0] == shapes[1]
+        error = read_error(models[1])
+        assert error is not None
+        assert math.isnan(error.mean)
