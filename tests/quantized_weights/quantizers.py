@@ -1,9 +1,11 @@
-"""Tiny FLUX transformers whose weights the real libraries have quantized."""
+"""Tiny denoisers whose weights the real libraries have quantized."""
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +17,60 @@ from anyaccel.recipes import recipes
 
 diffusers: Any = typed_diffusers
 
-__all__ = ["FORMATS", "RECIPE", "Quantizer", "make_pipeline"]
+__all__ = ["FORMATS", "MODELS", "RECIPE", "Model", "Quantizer", "find_denoiser", "make_pipeline"]
 
 RECIPE = recipes()["flux"]
 # Takes the folder of a saved pipeline, and a folder for temporary files.
 Quantizer = Callable[[Path, Path], Any]
 
 
-def make_pipeline(quantizer: Quantizer, saved: Path, temporary: Path) -> Any:
-    """Return a FLUX pipeline with a quantized transformer."""
-    pipe: Any = RECIPE.make()
-    pipe.transformer = quantizer(saved, temporary)
+@dataclass(frozen=True)
+class Model:
+    """A recipe, with a denoiser that is wide enough for blocks of 32 weights."""
+
+    recipe: str
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def make(self) -> Any:
+        """Return the pipeline."""
+        pipe: Any = recipes()[self.recipe].make()
+        if self.config:
+            name = find_denoiser(pipe)
+            denoiser = getattr(pipe, name)
+            torch.manual_seed(0)
+            wide = type(denoiser).from_config({**denoiser.config, **self.config})
+            setattr(pipe, name, wide.eval().requires_grad_(False))
+        return pipe
+
+
+MODELS = {
+    "FLUX": Model("flux"),
+    "SDXL": Model("stable-diffusion-xl", {"block_out_channels": (32, 64)}),
+    "Wan": Model("wan", {"attention_head_dim": 16, "ffn_dim": 64}),
+}
+
+
+def find_denoiser(pipe: Any) -> str:
+    """Return the name of the pipeline's denoiser."""
+    return "unet" if hasattr(pipe, "unet") else "transformer"
+
+
+def make_pipeline(quantizer: Quantizer, saved: Path, temporary: Path, model: Model = MODELS["FLUX"]) -> Any:
+    """Return a pipeline with a quantized denoiser; `saved` is the folder of the plain one."""
+    pipe = model.make()
+    setattr(pipe, find_denoiser(pipe), quantizer(saved, temporary))
     return pipe
 
 
+def _find_class(saved: Path) -> tuple[Any, str]:
+    """Return the class of the denoiser in a folder, and its subfolder."""
+    folder = next(folder for folder in (saved / "transformer", saved / "unet") if folder.is_dir())
+    return getattr(diffusers, json.loads((folder / "config.json").read_text())["_class_name"]), folder.name
+
+
 def _load(saved: Path, **options: Any) -> Any:
-    return diffusers.FluxTransformer2DModel.from_pretrained(saved, subfolder="transformer", **options)
+    denoiser_class, subfolder = _find_class(saved)
+    return denoiser_class.from_pretrained(saved, subfolder=subfolder, **options)
 
 
 def _gguf(kind: str, saved: Path, temporary: Path) -> Any:
@@ -47,10 +87,11 @@ def _gguf(kind: str, saved: Path, temporary: Path) -> Any:
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         write()
     writer.close()
-    return diffusers.FluxTransformer2DModel.from_single_file(
+    denoiser_class, subfolder = _find_class(saved)
+    return denoiser_class.from_single_file(
         str(temporary / "model.gguf"),
         config=str(saved),
-        subfolder="transformer",
+        subfolder=subfolder,
         quantization_config=diffusers.GGUFQuantizationConfig(compute_dtype=torch.float32),
         torch_dtype=torch.float32,
     )
