@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from tests.emulator.forked import KNOWN_TO_TORCH, OnEveryDevice
@@ -193,6 +195,28 @@ def test_data_moves_to_the_device(accelerator: VirtualAccelerator) -> None:
     parameter.data = parameter.data.to(accelerator.device())
     assert parameter.device == accelerator.device()
     assert (parameter * 2).tolist() == [2, 2]
+
+
+class KeepReferences(TorchFunctionMode):
+    """A function mode with a weak reference to each result, as the one that follows known values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.references: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.references += [weakref.ref(result)] if isinstance(result, torch.Tensor) else []
+        return result
+
+
+@on_every_device()
+def test_data_moves_to_the_device_inside_a_function_mode(accelerator: VirtualAccelerator) -> None:
+    parameter, moved = torch.nn.Parameter(torch.ones(2)), torch.ones(2, device=accelerator.device())
+    with KeepReferences() as mode:
+        parameter.data = moved
+        assert (parameter * 2).tolist() == [2, 2]
+    assert mode.references
 
 
 @on_every_device()

@@ -201,13 +201,16 @@ def test_later_placements() -> None:
 
 
 def test_an_offloaded_pipeline_can_be_quantized() -> None:
-    def use(accelerator: VirtualAccelerator) -> Any:
-        device = f"virtual:{accelerator.name}"
-        placed = anyaccel.place(RECIPE.make(), device, dtype="float32", memory="layer")
-        run(RECIPE, placed)
-        return run(RECIPE, placed.to(device, weights="nf4"))
+    def use(accelerator: VirtualAccelerator) -> list[Any]:
+        device, images = f"virtual:{accelerator.name}", []
+        for memory in ("phase", "layer"):
+            placed = anyaccel.place(RECIPE.make(), device, dtype="float32", memory=memory)
+            run(RECIPE, placed)
+            images.append(run(RECIPE, placed.to(device, weights="nf4")))
+        return images
 
-    numpy.testing.assert_allclose(run_forked("mps", use), run_dequantized("flux", "nf4"), atol=1e-5)
+    for image in run_forked("mps", use):
+        numpy.testing.assert_allclose(image, run_dequantized("flux", "nf4"), atol=1e-5)
 
 
 def test_lora_on_quantized_weights(tmp_path: Path) -> None:

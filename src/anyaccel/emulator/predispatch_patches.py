@@ -21,6 +21,7 @@ from anyaccel.upstream.torch_internals import (
     list_computed_weights,
     read_parameter_table,
     refresh_factories,
+    skip_function_modes,
     tree_map_only,
 )
 
@@ -191,9 +192,11 @@ def _replace_data(plain: Any) -> property:
             plain.__set__(self, value)
             self._inner = value._inner.detach()
         elif isinstance(self, VirtualTensor) or isinstance(value, VirtualTensor):
-            replacement = value.detach()
-            if isinstance(self, torch.nn.Parameter):
-                replacement = torch.nn.Parameter(replacement, self.requires_grad)
+            # A function mode may keep weak references to results, and torch cannot swap tensors with weak references.
+            with skip_function_modes():
+                replacement = value.detach()
+                if isinstance(self, torch.nn.Parameter):
+                    replacement = torch.nn.Parameter(replacement, self.requires_grad)
             torch.utils.swap_tensors(self, replacement)
             vars(self).update({name: value for name, value in vars(replacement).items() if name != "_inner"})
         else:
