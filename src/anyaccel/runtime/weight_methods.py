@@ -11,6 +11,7 @@ from anyaccel.runtime.placement.oom_retry import weights_on_cpu
 from anyaccel.runtime.placement.quantized_layers import check_not_dequantized
 from anyaccel.runtime.placement_state import find_placement
 from anyaccel.runtime.speed.quantize import check_not_quantized
+from anyaccel.runtime.weight_files.adapter_files import checking_adapter_files, reads_adapter_files
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 
 __all__ = ["WEIGHT_METHODS", "with_weights"]
@@ -29,7 +30,7 @@ def with_weights(kind: Any, name: str) -> Any:
     """Wrap a method that reads or changes weights, so offloaded weights are on the CPU during the call.
 
     New layers are initialized with random numbers of the CPU, as in a call. The wrapper raises
-    `UsageError` if a model is quantized.
+    `UsageError` if a model is quantized, and `ModelFileError` for a damaged or unsafe file.
     """
 
     @functools.wraps(getattr(kind, name))
@@ -42,6 +43,9 @@ def with_weights(kind: Any, name: str) -> Any:
             stack.enter_context(weights_on_cpu(self))
             if name != "save_pretrained" and placement is not None and not is_host(placement.device):
                 stack.enter_context(make_pipeline_function_mode(placement.plan, placement.device))
+            if reads_adapter_files(name):
+                method = getattr(kind, name)
+                stack.enter_context(checking_adapter_files(method, (self, *args), kwargs))
             # Looked up at every call, because users and tests patch it.
             return getattr(kind, name)(self, *args, **kwargs)
 
