@@ -11,12 +11,11 @@ from anyaccel.backends.cpu_half_precision_speed import SLOWDOWN_LIMIT, measure_h
 from anyaccel.backends.device import OpenDevice, find_device
 from anyaccel.generation.model_name import ResolvedModel, find_revision
 from anyaccel.planning.decision import Decision
-from anyaccel.planning.dtype import HALF_PRECISIONS, choose_dtype
+from anyaccel.planning.dtype import choose_dtype
 from anyaccel.planning.facts import PipelineFacts
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.processes.gc_control import gc_paused, release_unreachable
 from anyaccel.runtime.placement.place import resolve_device
-from anyaccel.runtime.placement_state import store_options
 
 if TYPE_CHECKING:
     from anyaccel.generation.request import GenerationRequest
@@ -120,20 +119,15 @@ def _load_pipeline(
     `fallback` overrides the dtype choice unless it is None. The listener is notified of each loaded
     component.
     """
-    chosen = fallback or choose_dtype(opened.sheet, PipelineFacts(pipeline=""), placement_options)
     options: dict[str, Any] = {} if model.revision is None else {"revision": model.revision}
-    # Loading in the final dtype avoids a float32 copy of the weights in host memory.
-    if placement_options.dtype is not None or chosen.value in HALF_PRECISIONS:
-        options["dtype"] = chosen.value
     with gc_paused():
+        import diffusers
+
         from anyaccel.generation.progress import counting_components
-        from anyaccel.runtime.pipeline import DiffusionPipeline
+        from anyaccel.runtime.pipeline import load_onto
 
         with counting_components(listener):
-            pipe = DiffusionPipeline.from_pretrained(model.source, **options)
-    store_options(pipe, placement_options)
-    decided = chosen if fallback or chosen.value in HALF_PRECISIONS else None
-    pipe.place_with_plan(opened, {}, decided)
+            pipe = load_onto(diffusers.DiffusionPipeline, model.source, options, opened, placement_options, fallback)
     # disable=None lets tqdm show a bar on a terminal and in a notebook, but not in a log file.
     pipe.set_progress_bar_config(disable=None)
     return pipe

@@ -21,8 +21,8 @@ from anyaccel.upstream.torch_compile_internals import unwrap_compiled
 from anyaccel.upstream.transformers_internals import is_transformers_model
 
 __all__ = [
-    "find_components", "find_denoisers", "find_models", "list_forward_arguments", "plain_class", "read_dtype",
-    "read_facts",
+    "find_components", "find_denoisers", "find_models", "is_quantized", "list_forward_arguments", "plain_class",
+    "read_dtype", "read_facts",
 ]  # fmt: skip
 
 # Names of timestep arguments: a model that has one runs at every denoising step.
@@ -111,7 +111,7 @@ def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> C
         convolutions=sum(isinstance(layer, torch.nn.Conv2d) for layer in layers),
         # diffusers models have is_quantized, transformers models have hf_quantizer.
         weight_libraries=tuple(sorted({read_library(layer) for layer in layers} - {""})),
-        quantized=_is_quantized(plain),
+        quantized=is_quantized(plain),
         has_own_dtype=is_transformers_model(plain),
         splits=_find_splits(plain),
         heads=_count_heads(plain),
@@ -119,7 +119,7 @@ def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> C
     )
 
 
-def _is_quantized(module: torch.nn.Module) -> bool:
+def is_quantized(module: torch.nn.Module) -> bool:
     """Return whether a model is not cast, because its weights are quantized."""
     quantizer = getattr(module, "hf_quantizer", None)
     # A cast would undo layerwise casting until the first call.

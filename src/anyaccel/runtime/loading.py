@@ -18,6 +18,7 @@ from anyaccel.planning.options import PlacementOptions
 from anyaccel.runtime.model_file_checks import check_model_folder, is_single_file
 from anyaccel.runtime.placement_state import find_placement
 from anyaccel.runtime.weight_files.loading import find_component_files, find_denoiser, keep_file_weights, load_component
+from anyaccel.runtime.weight_files.moving import LoadTarget, moving_components
 from anyaccel.upstream.diffusers_internals import casts_components, read_dtype_argument
 from anyaccel.upstream.diffusers_quantizers import allow_bitsandbytes_on_cpu, find_single_file_error
 
@@ -28,9 +29,12 @@ _QUANTIZATION_LIBRARIES = ("bitsandbytes", "gguf", "optimum-quanto", "torchao")
 _DTYPE = read_dtype_argument()
 
 
-def load_pipeline(kind: Any, model: Any, options: dict[str, Any]) -> tuple[Any, PlacementOptions]:
+def load_pipeline(
+    kind: Any, model: Any, options: dict[str, Any], target: LoadTarget | None = None
+) -> tuple[Any, PlacementOptions]:
     """Load a pipeline with diffusers; return it with the placement options derived from `options`.
 
+    With a target, each component is moved to this device before the next one is loaded, if all of them fit there.
     Diffusers errors about the model are reraised as `ModelError` with a hint.
     """
     options, placement_options = _read_options(options)
@@ -45,10 +49,10 @@ def load_pipeline(kind: Any, model: Any, options: dict[str, Any]) -> tuple[Any, 
     single = is_single_file(model)
     # Before anything is loaded: a truncated file or a pickle must not be found after gigabytes have been read.
     check_model_folder(model, pickles=not options["use_safetensors"], trusted=bool(options.get("trust_remote_code")))
-    return _load_files(kind, str(model), options, single=single), placement_options
+    return _load_files(kind, str(model), options, target, single=single), placement_options
 
 
-def _load_files(kind: Any, model: str, options: dict[str, Any], *, single: bool) -> Any:
+def _load_files(kind: Any, model: str, options: dict[str, Any], target: LoadTarget | None, *, single: bool) -> Any:
     """Load a pipeline, with 8-bit weights in their format and with the components that come from files."""
     files = find_component_files(options)
     config = _read_config(str(options.get("config")) if single else model, needed=bool(files) or "config" in options)
@@ -62,7 +66,10 @@ def _load_files(kind: Any, model: str, options: dict[str, Any], *, single: bool)
     loader = _find_single_file_loader(kind, options) if single else kind.from_pretrained
     if single:
         options.pop("use_safetensors")  # the file's suffix decides
-    with keep_file_weights(model, config, options) as finish:
+    with (
+        keep_file_weights(model, config, options) as (finish, kept),
+        moving_components(target, options.get(_DTYPE), kept),
+    ):
         pipe = _call_diffusers(loader, model, options)
         finish(pipe)
     return pipe

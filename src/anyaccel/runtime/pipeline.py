@@ -14,11 +14,12 @@ from typing import Any, overload
 import diffusers
 import torch
 
+from anyaccel.backends.device import OpenDevice
 from anyaccel.backends.device_functions import dtype_name
 from anyaccel.errors import UsageError
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.memory import Residence
-from anyaccel.planning.options import read_options
+from anyaccel.planning.options import PlacementOptions
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.call.between_calls import between_calls, make_running_error
 from anyaccel.runtime.call.run import run_call
@@ -44,6 +45,7 @@ from anyaccel.runtime.placement_state import (
 )
 from anyaccel.runtime.speed.compile import compile_components
 from anyaccel.runtime.vendor_method_aliases import VendorAliases
+from anyaccel.runtime.weight_files.moving import LoadTarget, choose_loading_dtype, take_placement_options
 from anyaccel.runtime.weight_methods import WEIGHT_METHODS, with_weights
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 from anyaccel.upstream.diffusers_hooks import PipelineHooks, install_pipeline_hooks, is_created_by_pipeline
@@ -56,6 +58,7 @@ __all__ = [
     "AutoPipelineForText2Image",
     "DiffusionPipeline",
     "Portable",
+    "load_onto",
     "make_portable",
     "place",
 ]
@@ -357,6 +360,9 @@ class DiffusionPipeline(Portable, diffusers.DiffusionPipeline):
 
         By default, only safetensors files are loaded, and a model that contains custom code is rejected.
         To change this, pass `use_safetensors=False` or `trust_remote_code=True`.
+
+        With `device=`, the pipeline is placed on this device, with the options of `anyaccel.place`. Each component
+        is moved there before the next one is loaded, so host memory holds at most one of them.
         """
         plain = vars(cls).get("_plain_class", diffusers.DiffusionPipeline)
         return _load_portable(plain, pretrained_model_name_or_path, options)
@@ -409,11 +415,32 @@ class AutoPipelineForInpainting(_AutoPipeline):
 
 
 def _load_portable(kind: Any, model: Any, options: dict[str, Any]) -> Any:
-    weights = options.pop("weights", None)
-    placement_options = read_options({"weights": weights})  # raises before anything is loaded
+    requested, device = take_placement_options(options), options.pop("device", None)
+    if device is not None:
+        return load_onto(kind, model, options, resolve_device(device, requested), requested)
     pipe, loading_options = load_pipeline(kind, model, options)
-    quantize_models(find_models_to_quantize(pipe, weights), weights)
-    store_options(make_portable(pipe), replace(loading_options, weights=placement_options.weights))
+    quantize_models(find_models_to_quantize(pipe, requested.weights), requested.weights)
+    store_options(make_portable(pipe), replace(loading_options, weights=requested.weights))
+    return pipe
+
+
+def load_onto(
+    kind: Any,
+    model: Any,
+    options: dict[str, Any],
+    opened: OpenDevice,
+    requested: PlacementOptions,
+    dtype: Decision[str] | None = None,
+) -> Any:
+    """Load a pipeline onto a device, one component after the other, and place it there.
+
+    `options` are those of `from_pretrained`, and `requested` those of the placement. `dtype` is the dtype decision if
+    one was already made.
+    """
+    options, requested, dtype = choose_loading_dtype(opened, options, requested, dtype)
+    pipe, _ = load_pipeline(kind, model, options, LoadTarget(opened, requested))
+    store_options(make_portable(pipe), requested)
+    pipe.place_with_plan(opened, {}, dtype)
     return pipe
 
 

@@ -92,10 +92,11 @@ def load_component(source: str, *, name: str, model: str, config: Mapping[str, A
 @contextmanager
 def keep_file_weights(
     model: Any, config: Mapping[str, Any], options: dict[str, Any]
-) -> Iterator[Callable[[Any], None]]:
+) -> Iterator[tuple[Callable[[Any], None], frozenset[str]]]:
     """Keep 8-bit weights and scales of a folder or file in their format while diffusers loads it.
 
-    Yield a function to call with the loaded pipeline. `options` of diffusers are changed.
+    Yield a function to call with the loaded pipeline, and the components with such weights. `options` of diffusers are
+    changed.
     """
     path = Path(str(model)).expanduser()
     found = _find_8bit_components(path, config) if path.is_dir() else {}
@@ -119,7 +120,7 @@ def keep_file_weights(
                         _assign_weights(component, sorted((path / name).glob("*.safetensors")))
                     _finish(component)
 
-        yield finish
+        yield finish, frozenset(found)
 
 
 @contextmanager

@@ -1,0 +1,74 @@
+"""Sizes of the weights in the files of a pipeline, read from the headers of the files."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anyaccel.runtime.weight_files.safetensors_header import read_safetensors_header
+
+__all__ = ["find_weight_files", "read_weight_bytes"]
+
+# `model.fp16.safetensors`, `model.fp16-00001-of-00002.safetensors`; plain names have no second suffix.
+_VARIANT = re.compile(r"^[^.]+\.(?P<variant>[^.]+?)(-\d{5}-of-\d{5})?$")
+_FLOATING = ("F64", "F32", "F16", "BF16")
+
+
+def find_weight_files(folder: Path, variant: str | None = None) -> list[Path]:
+    """Return the safetensors files that diffusers loads from the folder of a component."""
+    files = sorted(folder.glob("*.safetensors"))
+    chosen = [file for file in files if _read_variant(file.stem) == variant] if variant else []
+    chosen = chosen or [file for file in files if _read_variant(file.stem) is None]
+    # A folder may have the same weights in one file and in shards; the index names the shards.
+    indexes = [
+        file for file in folder.glob("*.safetensors.index*.json") if _is_index(file, variant if chosen else None)
+    ]
+    shards = set(json.loads(indexes[0].read_text())["weight_map"].values()) if len(indexes) == 1 else set()
+    return [file for file in chosen if file.name in shards] or chosen
+
+
+def _read_variant(stem: str) -> str | None:
+    match = _VARIANT.match(stem)
+    return match["variant"] if match else None
+
+
+def _is_index(file: Path, variant: str | None) -> bool:
+    # `model.safetensors.index.json`, `model.safetensors.index.fp16.json`
+    return file.name.endswith(f".index.{variant}.json" if variant else ".index.json")
+
+
+def read_weight_bytes(
+    folder: Path,
+    names: Iterable[str],
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None,
+    variant: str | None = None,
+) -> dict[str, int]:
+    """Return the bytes of each component's weights after loading in a dtype; without dtype, as they are in the files.
+
+    Components without safetensors files are left out.
+    """
+    sizes = {}
+    for name in names:
+        wanted = dtype.get(name, dtype.get("default", torch.float32)) if isinstance(dtype, Mapping) else dtype
+        files = find_weight_files(folder / name, variant) if (folder / name).is_dir() else []
+        if files:
+            sizes[name] = sum(_read_bytes(file, wanted) for file in files)
+    return sizes
+
+
+def _read_bytes(file: Path, dtype: torch.dtype | None) -> int:
+    header: dict[str, Any] = read_safetensors_header(file)[0]
+    total = 0
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        casts = dtype is not None and entry["dtype"] in _FLOATING
+        total += math.prod(entry["shape"]) * dtype.itemsize if casts else end - begin  # type: ignore[union-attr]
+    return total
