@@ -23,6 +23,21 @@ def test_module_hooks_lists_all_hook_tables() -> None:
     assert changed == set(internals.MODULE_HOOKS)
 
 
+def test_moving_a_module_compares_each_weight_with_its_copy() -> None:
+    compared = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is internals.HAS_COMPATIBLE_TYPE:
+                compared.append([tensor.device.type for tensor in args])
+            return func(*args, **(kwargs or {}))
+
+    layer = torch.nn.Linear(2, 2)
+    with Mode():
+        layer.to("meta")
+    assert compared == [["cpu", "meta"]] * 2
+
+
 def test_int_mm_and_scaled_mm() -> None:
     ones = torch.ones(32, 32, dtype=torch.int8)
     assert set(internals.int_mm(ones, ones).flatten().tolist()) == {32}

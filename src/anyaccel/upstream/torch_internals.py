@@ -25,6 +25,7 @@ from anyaccel.errors import VirtualDeviceError
 __all__ = [
     "CONVOLUTION_FORWARD",
     "FORWARD_HOOK_TABLES",
+    "HAS_COMPATIBLE_TYPE",
     "MODULE_HOOKS",
     "WEIGHT_TABLES",
     "DeviceContext",
@@ -102,6 +103,8 @@ MODULE_HOOKS = (
 FORWARD_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 # Attributes of a module that contain its own weights (nn/modules/module.py).
 WEIGHT_TABLES = ("_parameters", "_buffers")
+# `Module.to` calls it with each weight and its copy on the device (nn/modules/module.py, `compute_should_use_set_data`).
+HAS_COMPATIBLE_TYPE = torch._has_compatible_shallow_copy_type
 # Method in which a convolution calls `torch.nn.functional` (nn/modules/conv.py).
 CONVOLUTION_FORWARD = "_conv_forward"
 _COMPUTING_HOOKS = ("WeightNorm", "SpectralNorm")

@@ -38,6 +38,7 @@ from anyaccel.runtime.workarounds.out_argument import supporting_out
 from anyaccel.runtime.workarounds.scheduler_tensors_on_cpu import CpuTensors
 from anyaccel.runtime.workarounds.side_stream_copy import SideStreamCopy
 from anyaccel.upstream.torch_internals import (
+    HAS_COMPATIBLE_TYPE,
     DeviceContext,
     count_dispatch_modes,
     count_function_modes,
@@ -80,6 +81,8 @@ _MIXED_DEVICE_FUNCTIONS = {
     torch.Tensor.dim,
     torch.is_tensor,
     torch.is_floating_point,
+    # Moving the weight in `Module.to` would copy it a second time.
+    HAS_COMPATIBLE_TYPE,
     *_SPLITS,
 }
 # `tensor.shape` and `tensor.data = other` reach a function mode too. A setter must get the tensor it was called with,
