@@ -21,8 +21,8 @@ from anyaccel.upstream.torch_compile_internals import unwrap_compiled
 from anyaccel.upstream.transformers_internals import is_transformers_model
 
 __all__ = [
-    "find_components", "find_denoisers", "find_models", "is_quantized", "list_forward_arguments", "plain_class",
-    "read_dtype", "read_facts",
+    "find_components", "find_denoisers", "find_models", "is_quantized", "list_denoisers", "list_forward_arguments",
+    "plain_class", "read_dtype", "read_facts",
 ]  # fmt: skip
 
 # Names of timestep arguments: a model that has one runs at every denoising step.
@@ -55,6 +55,11 @@ def find_denoisers(pipe: Any, placement: Placement) -> dict[str, torch.nn.Module
     return {name: models[name] for name in placement.denoisers if name in models}
 
 
+def list_denoisers(pipe: Any) -> tuple[str, ...]:
+    """Return the names of the models that run at every denoising step, as `PipelineFacts.denoisers` does."""
+    return tuple(name for name, model in find_models(pipe).items() if _denoises(name, model))
+
+
 def read_facts(pipe: Any) -> PipelineFacts:
     """Return the facts about a pipeline's models that the planner needs, such as dtypes and sizes."""
     placement = find_placement(pipe)
@@ -75,14 +80,16 @@ def read_dtype(model: torch.nn.Module) -> str:
     """
     # Some models keep a few weights in float32, such as Wan's `scale_shift_table`, which is also its first parameter.
     sizes = Counter[torch.dtype]()
-    cast = ((layer, read_layerwise_dtype(layer)) for layer in model.modules())
-    computed = {weight: dtype for layer, dtype in cast if dtype is not None for weight in layer.parameters()}
-    for weight in model.parameters():
-        if weight.is_floating_point():
-            sizes[computed.get(weight, weight.dtype)] += weight.numel()
+    computed: dict[torch.Tensor, torch.dtype] = {}
     for layer in model.modules():
+        dtype = read_layerwise_dtype(layer)
+        if dtype is not None:
+            computed |= dict.fromkeys(layer.parameters(), dtype)
         if isinstance(layer, DequantizedLinear):
             sizes[layer.dtype] += layer.count_weights()
+    for weight in model.parameters():
+        if weight.is_floating_point():
+            sizes[computed.get(weight, weight.dtype) if computed else weight.dtype] += weight.numel()
     return str(sizes.most_common(1)[0][0]).removeprefix("torch.") if sizes else "float32"
 
 
@@ -97,7 +104,6 @@ def list_forward_arguments(module: torch.nn.Module) -> list[str]:
 def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> ComponentFacts:
     plain = unwrap_compiled(module)
     layers, packed = list(plain.modules()), count_packed(plain)
-    forward_arguments = set(list_forward_arguments(plain))
     return ComponentFacts(
         name=name,
         kind=type(plain).__name__,
@@ -106,7 +112,7 @@ def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> C
         packed_parameters=packed.quantized,
         packed_bytes=packed.quantized_bytes,
         weight_error=read_error(plain),
-        denoises=bool(forward_arguments & _TIMESTEP_ARGUMENTS) or name.startswith(_DENOISERS),
+        denoises=_denoises(name, plain),
         blocks=_count_blocks(plain, layers),
         convolutions=sum(isinstance(layer, torch.nn.Conv2d) for layer in layers),
         # diffusers models have is_quantized, transformers models have hf_quantizer.
@@ -117,6 +123,10 @@ def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> C
         heads=_count_heads(plain),
         sharded=_count_sharded(plain),
     )
+
+
+def _denoises(name: str, module: torch.nn.Module) -> bool:
+    return bool(set(list_forward_arguments(module)) & _TIMESTEP_ARGUMENTS) or name.startswith(_DENOISERS)
 
 
 def is_quantized(module: torch.nn.Module) -> bool:

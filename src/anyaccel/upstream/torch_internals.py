@@ -103,7 +103,7 @@ MODULE_HOOKS = (
 FORWARD_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 # Attributes of a module that contain its own weights (nn/modules/module.py).
 WEIGHT_TABLES = ("_parameters", "_buffers")
-# `Module.to` calls it with each weight and its copy on the device (nn/modules/module.py, `compute_should_use_set_data`).
+# `Module.to` calls it with each weight and its copy on the device (nn/modules/module.py, `_apply`).
 HAS_COMPATIBLE_TYPE = torch._has_compatible_shallow_copy_type
 # Method in which a convolution calls `torch.nn.functional` (nn/modules/conv.py).
 CONVOLUTION_FORWARD = "_conv_forward"

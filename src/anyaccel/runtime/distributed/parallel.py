@@ -29,7 +29,7 @@ from anyaccel.planning.parallel import Ranks, Split
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.call_request import CallRequest
 from anyaccel.runtime.distributed.cfg_split import split_cfg_over_ranks
-from anyaccel.runtime.introspection import find_models, read_facts
+from anyaccel.runtime.introspection import find_models, list_denoisers
 from anyaccel.runtime.placement_state import Placement
 from anyaccel.upstream.diffusers_internals import (
     allow_uneven_shares,
@@ -156,7 +156,7 @@ def split_models(pipe: Any, placement: Placement) -> None:
     split = placement.plan.parallel.value
     assert split is not None
     models = find_models(pipe)
-    for name in read_facts(pipe).denoisers:
+    for name in list_denoisers(pipe):
         model = models[name]
         if vars(model).get(_SPLIT_ATTRIBUTE) == split:
             continue
@@ -224,7 +224,7 @@ def run_split(pipe: Any, split: Split | None, run: Callable[[], T]) -> T:
         if split is None or not is_uneven_share(error):
             raise
     models: dict[str, Any] = dict(find_models(pipe))
-    for name in read_facts(pipe).denoisers:
+    for name in list_denoisers(pipe):
         allow_uneven_shares(models[name])
     try:
         return run()

@@ -11,7 +11,7 @@ from typing import Any
 from anyaccel.backends.device import OpenDevice
 from anyaccel.errors import UsageError
 from anyaccel.planning.plan import Plan
-from anyaccel.runtime.introspection import find_models, read_facts
+from anyaccel.runtime.introspection import find_models, list_denoisers
 from anyaccel.runtime.placement.offload import move_to_cpu
 from anyaccel.runtime.placement.place import attach_placement, plan_pipeline
 from anyaccel.runtime.placement_state import (
@@ -117,7 +117,7 @@ def _check_same_device(records: dict[str, PlacedModel]) -> None:
 
 def _choose_record(pipe: Any, records: dict[str, PlacedModel]) -> PlacedModel:
     """Return the record of a denoiser, which determines the dtype and the options, or any other record."""
-    names = [name for name in read_facts(pipe).denoisers if name in records]
+    names = [name for name in list_denoisers(pipe) if name in records]
     return records[names[0]] if names else next(iter(records.values()))
 
 

@@ -27,7 +27,7 @@ from anyaccel.planning.memory import (
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.planning.parallel import count_rank_bytes
 from anyaccel.runtime.call_request import CallRequest, shape_of
-from anyaccel.runtime.introspection import find_components, plain_class, read_facts
+from anyaccel.runtime.introspection import find_components, list_denoisers, plain_class, read_facts
 from anyaccel.runtime.library_code import find_user_code_in_call
 from anyaccel.runtime.placement.mapped_weights import is_mapped
 from anyaccel.runtime.placement.row_split import split_traced_rows
@@ -328,7 +328,7 @@ def _make_measurement(pipe: Any, placement: Placement, request: CallRequest) -> 
         )
     traced = PipelineTrace()
     clone = clone_pipeline(pipe, plain_class(pipe), traced)
-    denoisers = read_facts(pipe).denoisers
+    denoisers = list_denoisers(pipe)
 
     def arguments(images: int) -> dict[str, Any]:
         assert images == request.images

@@ -18,7 +18,7 @@ from anyaccel.backends.device import OpenDevice, open_device
 from anyaccel.backends.device_type_checks import is_host
 from anyaccel.forward_overrides import Override, Slot, refresh_overrides, remove_override, run_beneath, set_override
 from anyaccel.planning.memory import Residence
-from anyaccel.runtime.introspection import find_models, read_facts
+from anyaccel.runtime.introspection import find_models, list_denoisers
 from anyaccel.runtime.placement.group_offload import (
     end_streaming_call,
     has_unstreamed_layers,
@@ -93,7 +93,7 @@ def _offload_models(pipe: Any, device: torch.device, residence: Residence) -> No
     models = find_models(pipe)
     order = [name for name in read_offload_order(pipe) if name in models]
     previous = dict(zip(order[1:], order, strict=False))
-    denoisers = read_facts(pipe).denoisers
+    denoisers = list_denoisers(pipe)
 
     def replaces(name: str, other: str) -> bool:
         if residence == "component":  # as with diffusers; a ControlNet, for example, is not part of the order

@@ -35,7 +35,7 @@ from anyaccel.runtime.distributed.parallel import (
     read_ranks,
     split_models,
 )
-from anyaccel.runtime.introspection import find_components, find_models, read_dtype, read_facts
+from anyaccel.runtime.introspection import find_components, find_models, list_denoisers, read_dtype, read_facts
 from anyaccel.runtime.placement.float32_weights import read_float32_weights, restore_float32_weights
 from anyaccel.runtime.placement.group_offload import is_streamed
 from anyaccel.runtime.placement.memory_plan import list_pipeline_residences, plan_weights
@@ -175,7 +175,8 @@ def place_pipeline(
         _undo(pipe, before)  # streamed layers cannot be replaced
         quantize_models(unquantized, options.weights)
     replace_unsupported_layers(find_models(pipe), opened)
-    loaded = {component.name: component.dtype for component in read_facts(pipe).components}
+    earlier = before.loaded if before else {}
+    loaded = {name: earlier.get(name) or read_dtype(model) for name, model in find_models(pipe).items()}
     plan = plan_pipeline(pipe, opened, options, dtype)
     plan = plan if cast.requested else _keep_user_dtypes(pipe, plan, before, opened.sheet)
     # Checked before `_undo`, so a rejected placement leaves the earlier one in use.
@@ -362,14 +363,14 @@ def _cast(pipe: Any, placement: Placement, target: torch.device, move: Any, cast
 
 def _cast_denoisers(pipe: Any, plan: Plan, dtype: torch.dtype) -> None:
     """Cast the denoisers on the CPU before their weights are sharded."""
-    for name in read_facts(pipe).denoisers:
+    for name in list_denoisers(pipe):
         if name not in dict(plan.component_dtypes.value):
             getattr(pipe, name).to(dtype)
 
 
 def _capture(pipe: Any, opened: OpenDevice) -> None:
     """Replace each denoiser with a version that replays a captured device graph, unless already done."""
-    for name in read_facts(pipe).denoisers:
+    for name in list_denoisers(pipe):
         model = getattr(pipe, name)
         if not vars(model).get("_anyaccel_captured"):  # a second placement must not wrap the graph again
             captured = opened.driver.capture(model)
@@ -403,7 +404,7 @@ def attach_placement(
     models = find_models(pipe)
     placement.placed = {name: weakref.ref(model) for name, model in models.items()}
     placement.placed_dtypes = {name: read_dtype(model) for name, model in models.items()}
-    placement.denoisers = read_facts(pipe).denoisers
+    placement.denoisers = list_denoisers(pipe)
     set_placement(pipe, placement)
     if not inherited:
         record_placed_models(models.values(), placement)

@@ -16,7 +16,7 @@ from anyaccel.errors import NotMeasurableError, UnknownComponentError, UsageErro
 from anyaccel.planning.compiler import CompileRule
 from anyaccel.planning.decision import Decision
 from anyaccel.runtime.call_request import CallRequest, bucket_of
-from anyaccel.runtime.introspection import find_components, find_denoisers, find_models, read_facts
+from anyaccel.runtime.introspection import find_components, find_denoisers, find_models, list_denoisers
 from anyaccel.runtime.module_fingerprint import LayerHooks
 from anyaccel.runtime.placement_state import Placement
 from anyaccel.runtime.speed.compiled_forward import compile_blocks, compile_forward
@@ -127,7 +127,7 @@ def has_decoder(model: Any) -> bool:
 def _select_models(pipe: Any, names: Sequence[str] | str | None) -> list[str]:
     models = [name for name, component in find_components(pipe).items() if isinstance(component, torch.nn.Module)]
     if names is None:
-        return list(read_facts(pipe).denoisers) or models
+        return list(list_denoisers(pipe)) or models
     requested = [names] if isinstance(names, str) else list(names)
     if requested == ["all"]:
         return models
