@@ -150,9 +150,8 @@ def test_a_tensor_on_the_device_is_converted_to_an_array() -> None:
 
 def test_a_module_is_copied_to_the_device_once() -> None:
     def use(accelerator: VirtualAccelerator) -> None:
-        plan = make_plan(
-            anyaccel.sheet(accelerator.name), PipelineFacts(pipeline="Test"), PlacementOptions(), device=accelerator.name
-        )
+        sheet = anyaccel.sheet(accelerator.name)
+        plan = make_plan(sheet, PipelineFacts(pipeline="Test"), PlacementOptions(), device=accelerator.name)
         layer = torch.nn.Linear(256, 256, bias=False)
         with torch.no_grad(), make_pipeline_function_mode(plan, accelerator.device()):
             layer.to(accelerator.device())
