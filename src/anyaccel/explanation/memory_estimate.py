@@ -27,6 +27,7 @@ from anyaccel.explanation.parallel import choose_split, describe_gain, split_mem
 from anyaccel.explanation.quantization_options import list_quantization_options
 from anyaccel.explanation.supported_size import find_supported_size
 from anyaccel.planning.decision import Decision
+from anyaccel.planning.facts import PipelineFacts
 from anyaccel.planning.footprint import Measure
 from anyaccel.planning.kernel_workspace import read_workspace
 from anyaccel.planning.limit_hits import find_limit_hits
@@ -40,9 +41,16 @@ from anyaccel.planning.memory import (
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.planning.plan import Plan, without_rank_local_choices
 from anyaccel.planning.speedups import choose_compile_policy
+from anyaccel.planning.weight_formats import choose_weights
+from anyaccel.planning.weight_kernels import choose_dequantized
 from anyaccel.runtime.call.validation import find_size_multiple
 from anyaccel.runtime.introspection import read_facts
 from anyaccel.runtime.placement.memory_plan import list_pipeline_rules
+from anyaccel.runtime.placement.quantized_layers import (
+    find_models_to_quantize,
+    quantize_models,
+    replace_unsupported_layers,
+)
 from anyaccel.runtime.placement.row_split import split_traced_rows
 from anyaccel.tracing.footprint_measurement import Measurement
 from anyaccel.tracing.meta_pipeline import build_pipeline
@@ -68,11 +76,11 @@ class MemoryEstimate:
         self.full = build_pipeline(
             folder, "meta", getattr(torch, plan.dtype.value), self.traced.wrap_model, self.traced.wrap_replacement
         )
-        facts = read_facts(self.full.pipe)
-        included = tuple(c for c in facts.components if c.name not in self.traced.not_included)
-        self.facts = replace(facts, components=included)
+        self.facts = self._quantize()
         plan = replace(
             plan,
+            weights=choose_weights(self.facts, options),
+            dequantized=choose_dequantized(target.sheet, self.facts, virtual=target.virtual),
             compile_policy=choose_compile_policy(target.sheet, self.facts, options, plan.workarounds.value),
             parallel=choose_split(target, self.facts, options, plan.dtype.value),
         )
@@ -84,6 +92,16 @@ class MemoryEstimate:
         self._first = self._make_measurement()
         # Measurements by size; the search for the largest size needs several.
         self._measured = {self.size: self._first}
+
+    def _quantize(self) -> PipelineFacts:
+        """Quantize the models as `place` does, and return the facts of the models whose memory is counted."""
+        pipe, unknown = self.full.pipe, self.traced.not_included
+        found = find_models_to_quantize(pipe, self.options.weights)
+        found = {name: model for name, model in found.items() if name not in unknown}
+        quantize_models(found, self.options.weights)
+        replace_unsupported_layers(found, self.target.sheet, virtual=self.target.virtual)
+        facts = read_facts(pipe)
+        return replace(facts, components=tuple(c for c in facts.components if c.name not in unknown))
 
     def _choose_size(self, requested: RequestedSize) -> CallSize:
         """Return the requested size of the call, or the pipeline's default."""

@@ -130,6 +130,10 @@ def plan_pipeline(pipe: Any, opened: OpenDevice, options: PlacementOptions, dtyp
     )
 
 
+def _replace_unsupported_layers(models: dict[str, torch.nn.Module], opened: OpenDevice) -> None:
+    replace_unsupported_layers(models, opened.sheet, virtual=find_device(opened.sheet.name).virtual)
+
+
 class _Cast(NamedTuple):
     """How the dtype of a placement was requested."""
 
@@ -174,7 +178,7 @@ def place_pipeline(
     if unquantized:
         _undo(pipe, before)  # streamed layers cannot be replaced
         quantize_models(unquantized, options.weights)
-    replace_unsupported_layers(find_models(pipe), opened)
+    _replace_unsupported_layers(find_models(pipe), opened)
     earlier = before.loaded if before else {}
     loaded = {name: earlier.get(name) or read_dtype(model) for name, model in find_models(pipe).items()}
     plan = plan_pipeline(pipe, opened, options, dtype)
@@ -417,7 +421,7 @@ def place_new_models(pipe: Any, placement: Placement) -> None:
     if not new:
         return
     quantize_models(find_models_to_quantize(pipe, placement.options.weights), placement.options.weights)
-    replace_unsupported_layers(new, placement.opened)
+    _replace_unsupported_layers(new, placement.opened)
     placement.placed |= {name: weakref.ref(model) for name, model in new.items()}
     placement.call_plans.clear()
     facts = read_facts(pipe)

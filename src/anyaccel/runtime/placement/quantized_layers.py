@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.device import OpenDevice, find_device
+from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import UsageError
 from anyaccel.planning.weight_formats import check_not_quantized_otherwise, find_weights_to_quantize
 from anyaccel.planning.weight_kernels import has_kernels
@@ -53,9 +53,8 @@ def quantize_models(models: Mapping[str, torch.nn.Module], weights: str | None) 
         quantize_model(model, weights)
 
 
-def replace_unsupported_layers(models: Mapping[str, torch.nn.Module], opened: OpenDevice) -> None:
+def replace_unsupported_layers(models: Mapping[str, torch.nn.Module], sheet: Sheet, *, virtual: bool) -> None:
     """Replace the quantized layers of models that cannot run on the device as they are."""
-    sheet, virtual = opened.sheet, find_device(opened.sheet.name).virtual
     for model in models.values():
         replace_quantized_layers(model, lambda library: has_kernels(sheet, library, virtual=virtual))
 

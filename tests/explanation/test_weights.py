@@ -1,0 +1,85 @@
+"""The option `weights=` of `explain`, compared with the plan of the loaded pipeline."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import anyaccel
+from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.run_forked import run_forked
+from anyaccel.planning.memory import Forecast
+from anyaccel.planning.options import WEIGHT_FORMATS
+from anyaccel.runtime.call_request import read_call_request
+from anyaccel.runtime.introspection import plain_class
+from anyaccel.runtime.placement.memory_plan import forecast_call
+from anyaccel.runtime.placement_state import find_placement
+from tests.conftest import NEEDS_RECIPES
+from tests.quantized_weights.quantizers import Model
+
+pytestmark = NEEDS_RECIPES
+SIDE = 16
+FLUX = "black-forest-labs/FLUX.1-schnell"
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "quantized_cuda.json"
+# Wide enough for weights to be most of the memory.
+MODEL = Model(
+    "flux",
+    {
+        "num_layers": 3,
+        "num_single_layers": 3,
+        "attention_head_dim": 64,
+        "num_attention_heads": 8,
+        "axes_dims_rope": (16, 24, 24),
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("flux")
+    MODEL.make().save_pretrained(folder)
+    return folder
+
+
+def forecast_placed(pipe: Any) -> Forecast:
+    placement = find_placement(pipe)
+    assert placement is not None
+    arguments = {"prompt": "a", "height": SIDE, "width": SIDE, "num_inference_steps": 2, "output_type": "pt"}
+    return forecast_call(pipe, placement, read_call_request(pipe, plain_class(pipe).__call__, (), arguments))
+
+
+# XPU is the only virtual accelerator with float8.
+@pytest.mark.parametrize(("device", "formats"), [("mps", (None, *WEIGHT_FORMATS)), ("xpu", ("fp8",))])
+def test_the_forecast_is_that_of_the_loaded_pipeline(device: str, formats: tuple[str | None, ...], saved: Path) -> None:
+    def use(accelerator: VirtualAccelerator) -> list[tuple[Forecast, Forecast, tuple[Any, ...]]]:
+        results = []
+        for weights in formats:
+            options = {"dtype": "bfloat16", "weights": weights}
+            explained = anyaccel.explain(saved, accelerator.name, height=SIDE, width=SIDE, **options)  # type: ignore[arg-type]
+            loaded: Any = anyaccel.DiffusionPipeline.from_pretrained(saved)
+            placed = anyaccel.place(loaded, f"virtual:{accelerator.name}", **options)
+            assert explained.forecast is not None
+            decisions = tuple((plan.weights.value, plan.dequantized) for plan in (explained, placed.plan))
+            results.append((explained.forecast, forecast_placed(placed), decisions))
+        return results
+
+    totals = {}
+    for weights, (explained, loaded, decisions) in zip(formats, run_forked(device, use, memory="160MiB"), strict=True):
+        assert dict(explained.components) == pytest.approx(dict(loaded.components), rel=0.02)
+        assert explained.peak_bytes == pytest.approx(loaded.peak_bytes, rel=0.02)
+        assert dict(explained.phases) == pytest.approx(dict(loaded.phases), rel=0.02)
+        assert decisions[0] == decisions[1]
+        assert dict(decisions[0][0]) == ({} if weights is None else {"transformer": weights})
+        totals[weights] = sum(dict(explained.components).values())
+    assert totals.get(None, 1e9) > 1.8 * totals.get("fp8", 0)
+    assert totals.get("fp8", 1e9) > 1.6 * totals.get("nf4", 0)
+
+
+def test_the_forecast_is_that_of_the_h200_measurement() -> None:
+    rows = json.loads(MEASURED.read_text())["rows"]
+    peaks = {row["format"]: row["anyaccel"]["peak_bytes"] for row in rows if row["case"] == "flux"}
+    plan = anyaccel.explain(FLUX, "h200", height=1024, width=1024, dtype="bfloat16", weights="fp8")
+    assert plan.forecast is not None
+    assert plan.forecast.peak_bytes == pytest.approx(peaks["weights='fp8'"], rel=0.01)
+    assert "not measured, because the weights are not loaded" in plan.weights.reason
