@@ -38,9 +38,14 @@ from tests.conftest import NEEDS_RECIPES, SharedCache
 pytestmark = pytest.mark.usefixtures("pipelines_imported")
 DEVICES = find_devices("all")
 _UNINITIALIZED = "its attention reads uninitialized memory, which is NaN on MPS (diffusers #14438)"
-FAILS_EVERYWHERE = {"attend-and-excite", "semantic-guidance", "score-sde-ve"}
-FAILS_ON_MPS = {"unclip", "unclip-image-variation"}
-FAILS_WITHOUT_FLOAT64 = {"ltx-2-5-modular"}
+# Recipes that do not work when they are placed, and their devices.
+_GUIDANCE_ON_CPU = ("semantic-guidance", "ledits-pp-stable-diffusion", "ledits-pp-stable-diffusion-xl")
+FAILS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("attend-and-excite", *_GUIDANCE_ON_CPU), tuple(DEVICES)),
+    **dict.fromkeys(("unclip", "unclip-image-variation"), ("mps",)),
+    **dict.fromkeys(("motif-video", "motif-video-image-to-video"), ("mps", "npu")),
+    "ltx-2-5-modular": tuple(device for device in DEVICES if device != "xpu"),
+}
 NO_FLEX_ATTENTION = ("mlu", "neuron", "npu")
 PLAIN_DIFFERS = {
     ("easy-animate-inpaint", "*"): "passes a CPU generator to a device tensor, which torch rejects on every device",
@@ -78,11 +83,7 @@ def test_pipelines_work_placed_on_a_device(index: int, device: str, shared_cache
     expected = find_cpu_images(chosen, shared_cache)
     reports = run_on_device(device, chosen, expected, [CheckMode(placed=True, strict=True)])
     for recipe, report in zip(chosen, reports, strict=True):
-        fails = (
-            recipe.name in FAILS_EVERYWHERE
-            or (recipe.name in FAILS_ON_MPS and device == "mps")
-            or (recipe.name in FAILS_WITHOUT_FLOAT64 and device != "xpu")
-        )
+        fails = device in FAILS.get(recipe.name, ())
         assert (report.state == "works") != fails, (recipe.name, report.state, report.error)
         assert bool(find_reason(recipe.name)) or not fails
 

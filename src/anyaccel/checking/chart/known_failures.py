@@ -17,8 +17,7 @@ REASONS: dict[str, str] = {
     "ledits-pp-stable-diffusion-xl": f"{_GUIDANCE_ON_CPU}; on Neuron, invert() looks up timesteps on the device",
     "motif-video": _FLOAT64_GUIDER,
     "motif-video-image-to-video": _FLOAT64_GUIDER,
-    "score-sde-ve": "the scheduler creates each timestep on the device and looks it up on the CPU at every step",
-    "ltx-2-5-modular": "differs by 0.003 on devices without float64",
+    "ltx-2-5-modular": "computes frequencies of its rotary embedding in float64 (transformer_ltx2.py)",
     "unclip": _OTHER_UPSCALING,
     "unclip-image-variation": _OTHER_UPSCALING,
 }
