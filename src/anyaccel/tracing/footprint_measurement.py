@@ -185,30 +185,29 @@ def _read_size(name: str, model: torch.nn.Module, workspace: Workspace, fetches_
     def sum_bytes(tensors: Any) -> int:
         return sum(workspace.round_up_bytes(tensor.numel() * tensor.element_size()) for tensor in tensors)
 
-    # Streaming moves parameters only; buffers stay on the device and count for every layer.
-    buffers = sum_bytes(model.buffers())
     ahead = _find_next_layer(model, sum_bytes) if fetches_ahead else 0
     return ModelSize(
         name=name,
         kind=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        weights_bytes=sum_bytes(model.parameters()) + buffers,
-        layer_bytes=_find_largest_layer(model, sum_bytes) + buffers + ahead,
+        weights_bytes=sum_bytes((*model.parameters(), *model.buffers())),
+        layer_bytes=_find_largest_layer(model, sum_bytes) + ahead,
     )
 
 
 def _find_largest_layer(model: torch.nn.Module, sum_bytes: Callable[[Any], int]) -> int:
-    """Return the peak parameter bytes if only the running module and its parents are on the device."""
-    own = sum_bytes(_list_own_parameters(model))
+    """Return the peak bytes of weights if only the running module and its parents are on the device."""
+    own = sum_bytes(_list_own_tensors(model))
     return own + max((_find_largest_layer(child, sum_bytes) for child in model.children()), default=0)
 
 
 def _find_next_layer(model: torch.nn.Module, sum_bytes: Callable[[Any], int]) -> int:
-    """Return the maximum number of bytes needed to prefetch the parameters of the next module."""
-    return max(sum_bytes(_list_own_parameters(module)) for module in model.modules())
+    """Return the maximum number of bytes needed to prefetch the weights of the next module."""
+    return max(sum_bytes(_list_own_tensors(module)) for module in model.modules())
 
 
-def _list_own_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters that are streamed with a module, including those in its parameter containers."""
+def _list_own_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the parameters and buffers that are streamed with a module, with those in its parameter containers."""
     containers = [child for child in module.children() if isinstance(child, _PARAMETER_CONTAINERS)]
-    return [parameter for owner in (module, *containers) for parameter in owner.parameters(recurse=False)]
+    owners = (module, *containers)
+    return [tensor for owner in owners for tensor in (*owner.parameters(recurse=False), *owner.buffers(recurse=False))]

@@ -15,6 +15,7 @@ import anyaccel
 from anyaccel.backends.driver import Driver
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
+from anyaccel.quantized_weights.quantize import quantize_model
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.introspection import find_models
 from anyaccel.runtime.pipeline import place
@@ -120,6 +121,25 @@ def test_weights_return_to_the_memory_they_came_from(streams: bool) -> None:
             changed.second.bias.data = torch.full((4,), 3.0)
         for _ in range(2):
             assert difference(model(x.to("hpu")).cpu(), plain(x)) < 1e-5
+
+    on_hpu(use, streams=streams)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_quantized_weights_return_to_the_cpu_after_each_layer(streams: bool) -> None:
+    def use() -> None:
+        model, x = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))), torch.randn(2, 64)
+        quantize_model(model, "int8")
+        expected = model(x)
+        start_streaming(model, torch.device("hpu", 0), use_stream=streams, pin=streams)
+        devices: list[list[str]] = []
+        model[2].register_forward_hook(
+            lambda *args: devices.append([layer.get_buffer("codes").device.type for layer in model])
+        )
+        for _ in range(2):
+            assert difference(model(x.to("hpu")).cpu(), expected) < 1e-5
+            end_streaming_call(model)
+        assert devices == [["cpu", "cpu", "cpu"]] * 2
 
     on_hpu(use, streams=streams)
 
@@ -375,19 +395,20 @@ def test_two_pipelines_with_shared_models() -> None:
     on_hpu(use, streams=False)
 
 
-@pytest.mark.parametrize("name", [NAME, "stable-audio"])
-def test_the_peak_with_prefetching_is_predicted(name: str) -> None:
+@pytest.mark.parametrize(("name", "weights"), [(NAME, None), ("stable-audio", None), ("flux", "int8")])
+def test_the_peak_with_prefetching_is_predicted(name: str, weights: str | None) -> None:
     """The VAE of Stable Audio does not support streaming and stays on the device."""
 
     def use() -> tuple[int, int, int]:
         recipe = recipes()[name]
-        expected = run(recipe, recipe.make())
-        pipe = place(recipe.make(), "hpu", dtype="float32", memory="layer")
+        expected = run(recipe, place(recipe.make(), "cpu", dtype="float32", weights=weights))
+        pipe = place(recipe.make(), "hpu", dtype="float32", memory="layer", weights=weights)
         anyaccel.reset_peak_memory("hpu")
         assert difference(run(recipe, pipe), expected) < TOLERANCE
-        weights = sum(parameter.nbytes for model in find_models(pipe).values() for parameter in model.parameters())
-        return anyaccel.max_memory("hpu"), pipe.plan.report.forecast.peak_bytes, weights
+        tensors = [tensor for model in find_models(pipe).values() for tensor in (*model.parameters(), *model.buffers())]
+        assert {tensor.device for tensor in tensors if tensor.requires_grad is False} == {CPU}
+        return anyaccel.max_memory("hpu"), pipe.plan.report.forecast.peak_bytes, sum(t.nbytes for t in tensors)
 
-    peak, predicted, weights = on_hpu(use, streams=True)
+    peak, predicted, size = on_hpu(use, streams=True)
     assert peak <= predicted * 1.02
-    assert predicted < weights
+    assert predicted < size

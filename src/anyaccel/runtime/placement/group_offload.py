@@ -125,6 +125,10 @@ def _make_group_class() -> type:
                     for tensor in list(self.cpu_param_dict):
                         tensor.data = self.cpu_param_dict.pop(tensor)
                 super().offload_()  # does not copy tensors that are already on the CPU
+                # With a stream, diffusers 0.42.1 leaves the buffers of layers on the device, such as quantized weights.
+                for tensor in _list_tensors(self) if self.stream is not None else ():
+                    if tensor.device != self.offload_device:
+                        tensor.data = self.cpu_param_dict[tensor]
 
     return HostBackedGroup
 
