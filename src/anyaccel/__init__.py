@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from anyaccel.runtime.pipeline import AutoPipelineForInpainting as AutoPipelineForInpainting
     from anyaccel.runtime.pipeline import AutoPipelineForText2Image as AutoPipelineForText2Image
     from anyaccel.runtime.pipeline import DiffusionPipeline as DiffusionPipeline
+    from anyaccel.runtime.pipeline import ModularPipeline as ModularPipeline
     from anyaccel.runtime.pipeline import place as place
 
 # The module that defines each public name. Not a scan of the modules: importing them would import torch.
@@ -54,6 +55,7 @@ _MODULES = {
     "DiffusionPipeline": "anyaccel.runtime.pipeline",
     "Driver": "anyaccel.backends",
     "Memory": "anyaccel.backends",
+    "ModularPipeline": "anyaccel.runtime.pipeline",
     "Plan": "anyaccel.planning.plan",
     "Result": "anyaccel.generation.generate",
     "Sheet": "anyaccel.backends",

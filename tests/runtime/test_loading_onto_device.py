@@ -69,14 +69,14 @@ def test_components_move_one_after_the_other(tmp_path: Path, monkeypatch: pytest
     """Each component is on the device before the next one is loaded."""
     folder = save("stable-diffusion-xl", tmp_path)
     devices: list[str] = []
-    move = moving._Mover.move
+    move = moving.ComponentMover.move
 
     def record(self: Any, name: str, component: Any, *args: Any) -> None:
         move(self, name, component, *args)
         if isinstance(component, torch.nn.Module):
             devices.append(next(component.parameters()).device.type)
 
-    monkeypatch.setattr(moving._Mover, "move", record)
+    monkeypatch.setattr(moving.ComponentMover, "move", record)
     with anyaccel.virtual("npu"):
         anyaccel.DiffusionPipeline.from_pretrained(folder, device="npu", dtype="bfloat16")
     assert devices == ["npu"] * 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 from collections.abc import Callable
@@ -12,20 +11,18 @@ from typing import Any
 import diffusers
 
 from anyaccel.backends.device_functions import dtype_name, dtype_of
-from anyaccel.embedded.model import NAME
-from anyaccel.errors import AnyaccelError, MissingLibraryError, ModelError, ModelFileError, UsageError, first_line
+from anyaccel.errors import ModelError, UsageError
 from anyaccel.planning.options import PlacementOptions
+from anyaccel.runtime.loading_errors import call_diffusers
 from anyaccel.runtime.model_file_checks import check_model_folder, is_single_file
+from anyaccel.runtime.modular_loading import is_modular, load_modular_pipeline
 from anyaccel.runtime.placement_state import find_placement
 from anyaccel.runtime.weight_files.loading import find_component_files, find_denoiser, keep_file_weights, load_component
 from anyaccel.runtime.weight_files.moving import LoadTarget, moving_components
 from anyaccel.upstream.diffusers_internals import casts_components, read_dtype_argument
-from anyaccel.upstream.diffusers_quantizers import allow_bitsandbytes_on_cpu, find_single_file_error
 
 __all__ = ["derive_pipeline", "keep_dtype", "load_pipeline"]
 
-# The names of the packages of quantizers that `pip install` accepts.
-_QUANTIZATION_LIBRARIES = ("bitsandbytes", "gguf", "optimum-quanto", "torchao")
 _DTYPE = read_dtype_argument()
 
 
@@ -49,6 +46,8 @@ def load_pipeline(
     single = is_single_file(model)
     # Before anything is loaded: a truncated file or a pickle must not be found after gigabytes have been read.
     check_model_folder(model, pickles=not options["use_safetensors"], trusted=bool(options.get("trust_remote_code")))
+    if is_modular(kind, model):
+        return load_modular_pipeline(str(model), options, target), placement_options
     return _load_files(kind, str(model), options, target, single=single), placement_options
 
 
@@ -62,7 +61,7 @@ def _load_files(kind: Any, model: str, options: dict[str, Any], target: LoadTarg
         kind = kind if hasattr(kind, "from_pretrained") else diffusers.DiffusionPipeline
     for name, file in files.items():
         load = functools.partial(load_component, name=name, model=model, config=config, options=options)
-        options[name] = _call_diffusers(load, str(file), {})
+        options[name] = call_diffusers(load, str(file), {})
     loader = _find_single_file_loader(kind, options) if single else kind.from_pretrained
     if single:
         options.pop("use_safetensors")  # the file's suffix decides
@@ -70,7 +69,7 @@ def _load_files(kind: Any, model: str, options: dict[str, Any], target: LoadTarg
         keep_file_weights(model, config, options) as (finish, kept),
         moving_components(target, options.get(_DTYPE), kept),
     ):
-        pipe = _call_diffusers(loader, model, options)
+        pipe = call_diffusers(loader, model, options)
         finish(pipe)
     return pipe
 
@@ -80,7 +79,7 @@ def _read_config(source: str, *, needed: bool) -> dict[str, Any]:
     file = Path(source).expanduser() / "model_index.json"
     if file.is_file():
         return dict(json.loads(file.read_text()))
-    return dict(_call_diffusers(diffusers.DiffusionPipeline.load_config, source, {})) if needed else {}
+    return dict(call_diffusers(diffusers.DiffusionPipeline.load_config, source, {})) if needed else {}
 
 
 def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], PlacementOptions]:
@@ -119,7 +118,7 @@ def _find_single_file_loader(kind: Any, options: dict[str, Any]) -> Callable[...
             "config='stable-diffusion-v1-5/stable-diffusion-v1-5', or load the file with the diffusers pipeline class "
             "and call anyaccel.place(pipe)",
         )
-    config = _call_diffusers(diffusers.DiffusionPipeline.load_config, str(source), {})
+    config = call_diffusers(diffusers.DiffusionPipeline.load_config, str(source), {})
     pipeline_class = getattr(diffusers, str(config.get("_class_name")), None)
     if pipeline_class is None or not hasattr(pipeline_class, "from_single_file"):
         raise ModelError(
@@ -127,36 +126,6 @@ def _find_single_file_loader(kind: Any, options: dict[str, Any]) -> Callable[...
             hint="pass the folder or Hub ID of the pipeline instead of a file",
         )
     return pipeline_class.from_single_file  # type: ignore[no-any-return]
-
-
-def _call_diffusers(function: Callable[..., Any], model: str, options: dict[str, Any]) -> Any:
-    """Call a diffusers loading function, and convert its errors to a `ModelError` with a hint."""
-    try:
-        with allow_bitsandbytes_on_cpu():
-            return function(model, **options)
-    except AnyaccelError:
-        raise
-    except ImportError as error:
-        library = next((name for name in _QUANTIZATION_LIBRARIES if name in str(error)), "")
-        if not library:
-            raise
-        raise MissingLibraryError(
-            f"cannot load {model}: it has weights that were quantized with {library}: {first_line(error)}",
-            hint=f"pip install {library}",
-        ) from error
-    except (OSError, ValueError, LookupError, AttributeError, find_single_file_error()) as error:
-        message = first_line(error)
-        hint = f"check that the files in {model} are complete"
-        if not Path(model).exists():
-            hint = (
-                "check the model name and the network connection; without a network, the model must be cached locally"
-            )
-            # A Hub ID has the form owner/name, so a single word may be a misspelled `embedded`.
-            if difflib.get_close_matches(model, [NAME]):
-                hint = f"did you mean {NAME}? Otherwise, {hint}"
-        # The class of the error in diffusers: scripts catch it to download the model or to load another variant.
-        kind = ModelFileError if isinstance(error, OSError) else ModelError
-        raise kind(f"cannot load {model}: {message}", hint=hint) from error
 
 
 def derive_pipeline(kind: Any, pipeline: Any, options: dict[str, Any]) -> tuple[Any, PlacementOptions]:

@@ -57,6 +57,7 @@ __all__ = [
     "AutoPipelineForInpainting",
     "AutoPipelineForText2Image",
     "DiffusionPipeline",
+    "ModularPipeline",
     "Portable",
     "load_onto",
     "make_portable",
@@ -273,8 +274,8 @@ def portable_class(kind: Any) -> type:
 
     The subclass has the same name and call signature, and saved configs name the diffusers class.
     """
-    # Modular pipelines do not derive from `diffusers.DiffusionPipeline`.
-    first: type = DiffusionPipeline if issubclass(kind, diffusers.DiffusionPipeline) else Portable
+    bases = (DiffusionPipeline, diffusers.DiffusionPipeline), (ModularPipeline, diffusers.ModularPipeline)
+    first: type = next((portable for portable, plain in bases if issubclass(kind, plain)), Portable)
     # `save_pretrained` writes the name of the class to the config, so the name must not change.
     content: dict[str, Any] = {
         "__module__": kind.__module__,
@@ -380,6 +381,21 @@ class DiffusionPipeline(Portable, diffusers.DiffusionPipeline):
     def from_pipe(cls, pipeline: Any, **options: Any) -> Any:
         """Create a pipeline of this class from the components of another one, on the same device."""
         return _derive_portable(vars(cls).get("_plain_class", plain_class(pipeline)), pipeline, options)
+
+
+class ModularPipeline(Portable, diffusers.ModularPipeline):
+    """A `diffusers.ModularPipeline` that is loaded with its components and supports every device."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **options: Any) -> Any:
+        """Load a modular pipeline and its components from a Hub ID or a local folder.
+
+        The options are those of diffusers' `from_pretrained` and `load_components`, such as `workflow=`, `dtype=` and
+        `names=`. A component that is passed by name is used instead of the one in the folder. `device=` and custom
+        code work as in `DiffusionPipeline.from_pretrained`.
+        """
+        plain = vars(cls).get("_plain_class", diffusers.ModularPipeline)
+        return _load_portable(plain, pretrained_model_name_or_path, options)
 
 
 class _AutoPipeline:

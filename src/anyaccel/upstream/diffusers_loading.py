@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["LoadedComponent", "calling_after_each_component"]
+from anyaccel.errors import UpstreamError
+
+__all__ = [
+    "LoadedComponent",
+    "calling_after_each_component",
+    "list_component_specs",
+    "read_absent_components",
+    "recording_component_errors",
+]
 
 _LOCK = threading.RLock()
 
@@ -41,3 +49,52 @@ def calling_after_each_component(function: LoadedComponent) -> Iterator[None]:
             yield
         finally:
             module.load_sub_model = load
+
+
+def list_component_specs(pipe: Any) -> dict[str, Any]:
+    """Return the specs of the components that a modular pipeline loads, in the order of its blocks.
+
+    The others are created from a config, such as guiders and image processors.
+    """
+    # modular_pipelines/modular_pipeline.py. `get_component_spec` returns a copy, but `load` sets the spec's fields.
+    return {name: pipe._component_specs[name] for name in pipe.pretrained_component_names}
+
+
+def read_absent_components(pipe: Any, **hub: Any) -> set[str]:
+    """Return the components that a plain index marks as absent: `"image_encoder": [null, null]`.
+
+    diffusers tries to load them if a modular pipeline is created from a plain folder or repository.
+    """
+    # modular_pipelines/modular_pipeline.py: the first config is that of a modular index, the second one of a plain one.
+    _, config = pipe._load_pipeline_config(pipe._pretrained_model_name_or_path, **hub)
+    return {name for name, entry in (config or {}).items() if isinstance(entry, list) and entry[:1] == [None]}
+
+
+@contextmanager
+def recording_component_errors() -> Iterator[dict[str, Exception]]:
+    """Yield the errors by component that `load_components` of modular pipelines only logs in this block."""
+    # modular_pipelines/modular_pipeline_utils.py
+    spec_class: Any = importlib.import_module("diffusers.modular_pipelines.modular_pipeline_utils").ComponentSpec
+    if not hasattr(spec_class, "pretrained_model_name_or_path"):
+        raise UpstreamError(
+            "this version of diffusers has another format of modular pipelines", hint="pip install 'diffusers>=0.42'"
+        )
+    thread = threading.get_ident()
+    errors: dict[str, Exception] = {}
+    with _LOCK:
+        load = spec_class.load
+
+        @functools.wraps(load)
+        def load_and_record(spec: Any, **kwargs: Any) -> Any:
+            try:
+                return load(spec, **kwargs)
+            except Exception as error:
+                if threading.get_ident() == thread:
+                    errors[spec.name] = error
+                raise
+
+        spec_class.load = load_and_record
+        try:
+            yield errors
+        finally:
+            spec_class.load = load

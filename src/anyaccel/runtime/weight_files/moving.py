@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -26,7 +26,14 @@ from anyaccel.runtime.weight_files.sizes import read_weight_bytes
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 from anyaccel.upstream.diffusers_loading import calling_after_each_component
 
-__all__ = ["LoadTarget", "choose_loading_dtype", "moving_components", "take_placement_options"]
+__all__ = [
+    "ComponentMover",
+    "LoadTarget",
+    "choose_loading_dtype",
+    "make_mover",
+    "moving_components",
+    "take_placement_options",
+]
 
 
 @dataclass(frozen=True)
@@ -71,11 +78,22 @@ def moving_components(target: LoadTarget | None, dtype: Any, kept: Collection[st
     Without this, all weights that are cast would be in host memory before the first one is moved. The others are
     memory-mapped from their files. Components in `kept` stay on the host.
     """
-    if target is None or not _can_move(target):
+    mover = make_mover(target, dtype, kept)
+    if mover is None:
         yield
         return
-    with calling_after_each_component(_Mover(target, dtype, kept).move):
+
+    def move(name: str, component: Any, folder: str, variant: str | None) -> None:
+        folders = {entry.name: entry for entry in Path(folder).iterdir() if entry.is_dir()}
+        mover.move(name, component, folders, variant)
+
+    with calling_after_each_component(move):
         yield
+
+
+def make_mover(target: LoadTarget | None, dtype: Any, kept: Collection[str] = ()) -> ComponentMover | None:
+    """Return a mover to the device of a target; None if the placement has to start with the weights on the host."""
+    return None if target is None or not _can_move(target) else ComponentMover(target, dtype, kept)
 
 
 def _can_move(target: LoadTarget) -> bool:
@@ -85,15 +103,18 @@ def _can_move(target: LoadTarget) -> bool:
     return not (target.opened.sheet.is_host or is_split or options.weights is not None)
 
 
-class _Mover:
+class ComponentMover:
     """Moves the components of one pipeline, as long as the device has enough memory."""
 
     def __init__(self, target: LoadTarget, dtype: Any, kept: Collection[str]) -> None:
         self.target, self.dtype, self.kept = target, dtype, kept
         self.fits: bool | None = None
 
-    def move(self, name: str, component: Any, folder: str, variant: str | None) -> None:
-        """Move a component that was loaded from a folder, unless the placement has to change its weights first."""
+    def move(self, name: str, component: Any, folders: Mapping[str, Path], variant: str | None) -> None:
+        """Move a component, unless the placement has to change its weights first.
+
+        `folders` are those of all components of the pipeline.
+        """
         sheet = self.target.opened.sheet
         if not isinstance(component, torch.nn.Module) or name in self.kept or is_quantized(component):
             return
@@ -101,7 +122,7 @@ class _Mover:
         if sheet.adjusted_dtype(dtype) != dtype:
             return
         if self.fits is None:
-            self.fits = self._check_size(Path(folder), variant)
+            self.fits = self._check_size(folders, variant)
         if not self.fits:
             return
         device = self.target.opened.tensor_device
@@ -129,8 +150,8 @@ class _Mover:
             environment=os.environ,
         )
 
-    def _check_size(self, folder: Path, variant: str | None) -> bool:
-        """Return whether all weights of the pipeline in a folder fit on the device together."""
+    def _check_size(self, folders: Mapping[str, Path], variant: str | None) -> bool:
+        """Return whether all weights in the folders fit on the device together."""
         if self.target.options.memory == "resident":
             return True
         opened = self.target.opened
@@ -139,7 +160,6 @@ class _Mover:
             capacity = opened.driver.memory(opened.index).free_bytes
         except NotMeasurableError:
             return True
-        names = [entry.name for entry in folder.iterdir() if entry.is_dir()]
-        sizes = read_weight_bytes(folder, names, torch.float32 if self.dtype is None else self.dtype, variant)
+        sizes = read_weight_bytes(folders, torch.float32 if self.dtype is None else self.dtype, variant)
         residences = list_residences(unified_memory=opened.sheet.unified_memory)
         return choose_residence(sizes, capacity, residences).value.residence == "resident"

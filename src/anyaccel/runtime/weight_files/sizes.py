@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +44,18 @@ def _is_index(file: Path, variant: str | None) -> bool:
 
 
 def read_weight_bytes(
-    folder: Path,
-    names: Iterable[str],
+    folders: Mapping[str, Path],
     dtype: torch.dtype | Mapping[str, torch.dtype] | None,
     variant: str | None = None,
 ) -> dict[str, int]:
     """Return the bytes of each component's weights after loading in a dtype; without dtype, as they are in the files.
 
-    Components without safetensors files are left out.
+    `folders` are those of the components by name. Components without safetensors files are left out.
     """
     sizes = {}
-    for name in names:
+    for name, folder in folders.items():
         wanted = dtype.get(name, dtype.get("default", torch.float32)) if isinstance(dtype, Mapping) else dtype
-        files = find_weight_files(folder / name, variant) if (folder / name).is_dir() else []
+        files = find_weight_files(folder, variant) if folder.is_dir() else []
         if files:
             sizes[name] = sum(_read_bytes(file, wanted) for file in files)
     return sizes

@@ -1,0 +1,47 @@
+"""Errors of diffusers about models, converted to errors with a hint."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from anyaccel.embedded.model import NAME
+from anyaccel.errors import AnyaccelError, MissingLibraryError, ModelError, ModelFileError, first_line
+from anyaccel.upstream.diffusers_quantizers import allow_bitsandbytes_on_cpu, find_single_file_error
+
+__all__ = ["call_diffusers"]
+
+# The names of the packages of quantizers that `pip install` accepts.
+_QUANTIZATION_LIBRARIES = ("bitsandbytes", "gguf", "optimum-quanto", "torchao")
+
+
+def call_diffusers(function: Callable[..., Any], model: str, options: dict[str, Any]) -> Any:
+    """Call a diffusers loading function, and convert its errors to a `ModelError` with a hint."""
+    try:
+        with allow_bitsandbytes_on_cpu():
+            return function(model, **options)
+    except AnyaccelError:
+        raise
+    except ImportError as error:
+        library = next((name for name in _QUANTIZATION_LIBRARIES if name in str(error)), "")
+        if not library:
+            raise
+        raise MissingLibraryError(
+            f"cannot load {model}: it has weights that were quantized with {library}: {first_line(error)}",
+            hint=f"pip install {library}",
+        ) from error
+    except (OSError, ValueError, LookupError, AttributeError, find_single_file_error()) as error:
+        message = first_line(error)
+        hint = f"check that the files in {model} are complete"
+        if not Path(model).exists():
+            hint = (
+                "check the model name and the network connection; without a network, the model must be cached locally"
+            )
+            # A Hub ID has the form owner/name, so a single word may be a misspelled `embedded`.
+            if difflib.get_close_matches(model, [NAME]):
+                hint = f"did you mean {NAME}? Otherwise, {hint}"
+        # The class of the error in diffusers: scripts catch it to download the model or to load another variant.
+        kind = ModelFileError if isinstance(error, OSError) else ModelError
+        raise kind(f"cannot load {model}: {message}", hint=hint) from error

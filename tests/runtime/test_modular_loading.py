@@ -1,0 +1,173 @@
+"""Modular pipelines from folders: the same components and images as stock diffusers, on every device."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy
+import pytest
+import torch
+
+import anyaccel
+from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.run_forked import run_forked
+from anyaccel.recipes import recipes, run
+from tests.conftest import NEEDS_RECIPES
+
+pytestmark = [NEEDS_RECIPES, pytest.mark.filterwarnings("ignore::FutureWarning")]
+LIBRARY: Any = diffusers
+XL = "stable-diffusion-xl-modular"
+INDEX = "modular_model_index.json"
+
+
+def save(name: str, folder: Path) -> Path:
+    pipe: Any = recipes()[name].make()
+    pipe.save_pretrained(str(folder), overwrite_modular_index=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(XL, tmp_path_factory.mktemp("xl"))
+
+
+@pytest.fixture
+def own_folder(folder: Path, tmp_path: Path) -> Path:
+    """A copy of the folder that a test may change."""
+    return Path(shutil.copytree(folder, tmp_path / "model"))
+
+
+def load_stock(folder: Path, **options: Any) -> Any:
+    pipe = LIBRARY.ModularPipeline.from_pretrained(str(folder))
+    pipe.load_components(**options)
+    return pipe
+
+
+def draw(pipe: Any, name: str = XL) -> Any:
+    return run(recipes()[name], pipe)
+
+
+@pytest.mark.parametrize("kind", [anyaccel.DiffusionPipeline, anyaccel.ModularPipeline])
+def test_a_folder_is_loaded_with_its_components(folder: Path, kind: Any) -> None:
+    pipe, stock = kind.from_pretrained(folder, dtype="bfloat16"), load_stock(folder, dtype=torch.bfloat16)
+    assert isinstance(pipe, anyaccel.ModularPipeline)
+    assert isinstance(pipe, LIBRARY.StableDiffusionXLModularPipeline)
+    assert type(pipe).__name__ == "StableDiffusionXLModularPipeline"
+    assert {name: type(value) for name, value in pipe.components.items()} == {
+        name: type(value) for name, value in stock.components.items()
+    }
+    assert {pipe.unet.dtype, pipe.vae.dtype, pipe.text_encoder.dtype} == {torch.bfloat16}
+    for key, tensor in stock.unet.state_dict().items():
+        assert torch.equal(pipe.unet.state_dict()[key], tensor)
+
+
+@pytest.mark.parametrize("device", ["mps", "neuron"])
+def test_same_image_as_stock_diffusers(folder: Path, device: str) -> None:
+    expected = draw(load_stock(folder))
+
+    def use(accelerator: VirtualAccelerator) -> Any:
+        pipe = anyaccel.DiffusionPipeline.from_pretrained(folder, device=device, dtype="float32")
+        placed = anyaccel.ModularPipeline.from_pretrained(folder, dtype="float32").to(device)
+        kinds = {pipe.unet.device.type, placed.unet.device.type}
+        return kinds, pipe.plan.device, draw(pipe), draw(placed)
+
+    kinds, planned, *images = run_forked(device, use)
+    assert kinds == {device}
+    assert planned.startswith(device)
+    for image in images:
+        assert numpy.abs(image - expected).max() < 2e-3
+
+
+def test_components_move_one_after_the_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[str] = []
+    load = LIBRARY.modular_pipelines.modular_pipeline_utils.ComponentSpec.load
+    with anyaccel.virtual("npu"):
+        loaded: list[Any] = []
+
+        def record(spec: Any, **options: Any) -> Any:
+            devices.extend(
+                next(model.parameters()).device.type for model in loaded if isinstance(model, torch.nn.Module)
+            )
+            loaded[:] = [load(spec, **options)]
+            return loaded[0]
+
+        monkeypatch.setattr(LIBRARY.modular_pipelines.modular_pipeline_utils.ComponentSpec, "load", record)
+        pipe = anyaccel.ModularPipeline.from_pretrained(folder, device="npu", dtype="bfloat16")
+        assert {pipe.vae.device.type, pipe.unet.device.type} == {"npu"}
+    assert devices
+    assert set(devices) == {"npu"}
+
+
+def test_weights_that_do_not_fit_stay_on_the_host(folder: Path) -> None:
+    with anyaccel.virtual("npu", memory="256KiB"):
+        pipe = anyaccel.ModularPipeline.from_pretrained(folder, device="npu", dtype="bfloat16")
+        assert pipe.plan.memory_in_use.value.residence != "resident"
+        assert pipe.text_encoder.device.type == "cpu"
+
+
+def test_a_seed_selects_the_image(folder: Path) -> None:
+    pipe = anyaccel.ModularPipeline.from_pretrained(folder)
+    call = {**recipes()[XL].call()}
+    call.pop("generator", None)
+    first, second, other = (numpy.asarray(pipe(**call, seed=seed)) for seed in (1, 1, 2))
+    assert numpy.array_equal(first, second)
+    assert not numpy.array_equal(first, other)
+
+
+def test_components_by_name(folder: Path) -> None:
+    vae = load_stock(folder).vae
+    pipe = anyaccel.ModularPipeline.from_pretrained(folder, vae=vae, text_encoder_2=None)
+    assert pipe.vae is vae
+    assert pipe.text_encoder_2 is None
+    assert pipe.text_encoder is not None
+    only = anyaccel.ModularPipeline.from_pretrained(folder, names=["unet", "scheduler"])
+    assert {name for name in only.pretrained_component_names if getattr(only, name) is not None} == {
+        "unet",
+        "scheduler",
+    }
+    with pytest.raises(anyaccel.AnyaccelError, match="did you mean unet"):
+        anyaccel.ModularPipeline.from_pretrained(folder, names=["unett"])
+
+
+def test_a_workflow_loads_only_its_components(folder: Path) -> None:
+    pipe = anyaccel.ModularPipeline.from_pretrained(folder, workflow="text2image")
+    assert "controlnet" not in pipe.components
+    assert pipe.unet is not None
+
+
+def test_components_from_other_folders(own_folder: Path, tmp_path: Path) -> None:
+    """The index names another folder and subfolder for a component."""
+    expected = draw(load_stock(own_folder))
+    (tmp_path / "other").mkdir()
+    shutil.move(own_folder / "unet", tmp_path / "other" / "denoiser")
+    index = json.loads((own_folder / INDEX).read_text())
+    index["unet"][2] |= {"pretrained_model_name_or_path": str(tmp_path / "other"), "subfolder": "denoiser"}
+    (own_folder / INDEX).write_text(json.dumps(index))
+    assert numpy.array_equal(draw(anyaccel.DiffusionPipeline.from_pretrained(own_folder)), expected)
+
+
+def test_a_plain_folder(tmp_path: Path) -> None:
+    """As in diffusers, `ModularPipeline` also loads the folder of a plain pipeline."""
+    pipe: Any = recipes()["stable-diffusion-xl"].make()
+    pipe.save_pretrained(tmp_path)
+    assert isinstance(anyaccel.ModularPipeline.from_pretrained(tmp_path), LIBRARY.StableDiffusionXLModularPipeline)
+    assert not isinstance(anyaccel.DiffusionPipeline.from_pretrained(tmp_path), anyaccel.ModularPipeline)
+
+
+def test_a_missing_component_is_named(own_folder: Path) -> None:
+    index = json.loads((own_folder / INDEX).read_text())
+    index["vae"][2]["pretrained_model_name_or_path"] = str(own_folder)
+    (own_folder / INDEX).write_text(json.dumps(index))
+    shutil.rmtree(own_folder / "vae")
+    expected = f"component vae from {own_folder / 'vae'}: this folder does not exist"
+    with pytest.raises(anyaccel.AnyaccelError, match=expected) as error:
+        anyaccel.ModularPipeline.from_pretrained(own_folder)
+    assert isinstance(error.value, OSError)
+    assert anyaccel.ModularPipeline.from_pretrained(own_folder, vae=None).vae is None
+
+
+def test_auto_classes_reject_a_modular_folder(folder: Path) -> None:
+    with pytest.raises(anyaccel.AnyaccelError, match=r"use anyaccel\.ModularPipeline"):
+        anyaccel.AutoPipelineForText2Image.from_pretrained(folder)
