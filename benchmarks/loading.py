@@ -1,7 +1,7 @@
 """Peak host memory and time of loading a pipeline onto a device, with stock diffusers and with anyaccel.
 
     python -m benchmarks.loading cuda
-    python -m benchmarks.loading cpu --cases sdxl --runs 1
+    python -m benchmarks.loading cpu --cases sdxl sdxl-cast sd-float32 sd-variant --runs 1
 
 Writes benchmarks/results/loading_DEVICE.json after every row. The folders have the shapes of published models and
 random weights; they are written to `--folder`, and each is deleted before the next one is written. Each load runs in a
@@ -20,7 +20,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ class Case:
     model: str
     stored: str
     dtype: str
+    variant: str | None = None
 
 
 CASES = {
@@ -57,23 +58,27 @@ CASES = {
     "flux": Case("FLUX.1, bfloat16 files", "black-forest-labs/FLUX.1-schnell", "bfloat16", "bfloat16"),
     "tiny": Case("Stable Diffusion 1.5, float32 files, loaded in bfloat16",
                  "stable-diffusion-v1-5/stable-diffusion-v1-5", "float32", "bfloat16"),
+    "sd-float32": Case("Stable Diffusion 1.5, float16 files, loaded in float32",
+                       "stable-diffusion-v1-5/stable-diffusion-v1-5", "float16", "float32"),
+    "sd-variant": Case("Stable Diffusion 1.5, files of the variant fp16, loaded in bfloat16",
+                       "stable-diffusion-v1-5/stable-diffusion-v1-5", "float16", "bfloat16", variant="fp16"),
 }  # fmt: skip
 
 
-def write_folder(model: str, dtype: torch.dtype, folder: Path) -> dict[str, int]:
+def write_folder(model: str, dtype: torch.dtype, folder: Path, variant: str | None = None) -> dict[str, int]:
     """Write a pipeline with the shapes of a model and random weights; return the bytes of each model's weights."""
     pipe = build_pipeline(find_model(model), "meta", dtype).pipe
     pipe.save_config(folder)
     sizes = {}
     for name, component in pipe.components.items():
         if isinstance(component, torch.nn.Module):
-            sizes[name] = write_model(component, folder / name)
+            sizes[name] = write_model(component, folder / name, variant)
         elif component is not None:
             component.save_pretrained(folder / name)
     return sizes
 
 
-def write_model(model: Any, folder: Path) -> int:
+def write_model(model: Any, folder: Path, variant: str | None = None) -> int:
     """Write the config of a model and random weights, in shards; return their bytes."""
     folder.mkdir(parents=True)
     is_diffusers = hasattr(model, "save_config")
@@ -86,15 +91,16 @@ def write_model(model: Any, folder: Path) -> int:
             shards.append({})
         shards[-1][name] = tensor
     stem = "diffusion_pytorch_model" if is_diffusers else "model"
-    single = len(shards) == 1
-    files = [f"{stem}{'' if single else f'-{i + 1:05}-of-{len(shards):05}'}.safetensors" for i in range(len(shards))]
+    single, suffix = len(shards) == 1, f".{variant}" if variant else ""
+    parts = [""] if single else [f"-{i + 1:05}-of-{len(shards):05}" for i in range(len(shards))]
+    files = [f"{stem}{suffix}{part}.safetensors" for part in parts]
     for file, shard in zip(files, shards, strict=True):
         write_safetensors(folder / file, shard)
     total: int = sum(tensor.nbytes for tensor in tensors.values())
     if not single:
         places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
+        (folder / f"{stem}.safetensors.index{suffix}.json").write_text(json.dumps(index))
     return total
 
 
@@ -120,12 +126,12 @@ def write_safetensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
             opened.write(data[: min(len(data), position - start)])
 
 
-def load(library: str, folder: Path, device: str, dtype: str) -> Any:
+def load(library: str, folder: Path, device: str, dtype: str, variant: str | None = None) -> Any:
     """Load a pipeline onto a device."""
     if library == "anyaccel":
-        return anyaccel.DiffusionPipeline.from_pretrained(folder, device=device, dtype=dtype)
+        return anyaccel.DiffusionPipeline.from_pretrained(folder, device=device, dtype=dtype, variant=variant)
     loader: Any = diffusers.DiffusionPipeline
-    return loader.from_pretrained(folder, torch_dtype=getattr(torch, dtype)).to(device)
+    return loader.from_pretrained(folder, torch_dtype=getattr(torch, dtype), variant=variant).to(device)
 
 
 def read_checksum(pipe: Any) -> str:
@@ -135,20 +141,23 @@ def read_checksum(pipe: Any) -> str:
         if isinstance(component, torch.nn.Module):
             for key, tensor in component.state_dict().items():
                 values = tensor.contiguous().view(torch.uint8).flatten()
-                total = sum(int(part.sum(dtype=torch.int64)) for part in values.split(2**28))
+                # Small parts, because the CPU sums a copy in int64.
+                total = sum(
+                    int(part.sum(dtype=torch.int64)) for part in values.split(2**20 if values.is_cpu else 2**28)
+                )
                 digest.update(f"{name} {key} {tensor.dtype} {tuple(tensor.shape)} {total}".encode())
     return digest.hexdigest()[:16]
 
 
-def measure(library: str, folder: Path, tiny: Path, device: str, dtype: str) -> dict[str, Any]:
+def measure(library: str, folder: Path, tiny: Path, device: str, case: Case) -> dict[str, Any]:
     """Load a pipeline in this process; return the seconds and the peaks of the host memory."""
     warnings.simplefilter("ignore")
-    load(library, tiny, device, dtype)
+    load(library, tiny, device, case.dtype)
     anyaccel.synchronize(device)
     before = read_status()
     with HostMemoryPeak() as peak:
         start = time.perf_counter()
-        pipe = load(library, folder, device, dtype)
+        pipe = load(library, folder, device, case.dtype, case.variant)
         anyaccel.synchronize(device)
         seconds = time.perf_counter() - start
     row = {
@@ -165,9 +174,9 @@ def measure(library: str, folder: Path, tiny: Path, device: str, dtype: str) -> 
     return row
 
 
-def run_child(library: str, folder: Path, tiny: Path, device: str, dtype: str) -> dict[str, Any]:
+def run_child(library: str, folder: Path, tiny: Path, device: str, case: str) -> dict[str, Any]:
     """Measure in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.loading", device, "--measure", library, str(folder), str(tiny), dtype]
+    command = [sys.executable, "-m", "benchmarks.loading", device, "--measure", library, str(folder), str(tiny), case]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"error": done.stderr.strip().splitlines()[-1:]}
@@ -175,23 +184,31 @@ def run_child(library: str, folder: Path, tiny: Path, device: str, dtype: str) -
     return row
 
 
-def run_case(case: Case, options: argparse.Namespace, tiny: Path) -> dict[str, Any]:
+def run_case(name: str, options: argparse.Namespace, tiny: Path) -> dict[str, Any]:
     """Write the folder of a case and measure both libraries, in turns."""
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        folder = Path(name) / "model"
+    case = CASES[name]
+    with tempfile.TemporaryDirectory(dir=options.folder) as parent:
+        folder = Path(parent) / "model"
         start = time.perf_counter()
-        sizes = write_folder(case.model, getattr(torch, case.stored), folder)
+        sizes = write_folder(case.model, getattr(torch, case.stored), folder, case.variant)
         print(f"written in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+        predicted = anyaccel.explain(folder, options.device, dtype=case.dtype).forecast
         runs: dict[str, list[dict[str, Any]]] = {library: [] for library in LIBRARIES}
         for _ in range(options.runs):
             for library in LIBRARIES:
-                runs[library].append(run_child(library, folder, tiny, options.device, case.dtype))
+                runs[library].append(run_child(library, folder, tiny, options.device, name))
                 print(library, json.dumps(runs[library][-1]), file=sys.stderr, flush=True)
     largest = max(sizes.values())
     row: dict[str, Any] = {"title": case.title, "stored": case.stored, "dtype": case.dtype,
                            "weights_bytes": sizes, "largest_bytes": largest, "runs": runs}  # fmt: skip
+    if predicted and predicted.loading:  # not for variants
+        row["predicted"] = asdict(predicted.loading)
     if not any("error" in run for results in runs.values() for run in results):
         row |= summarize(runs, largest)
+        if options.device == "cpu":
+            # The weights after loading: those in the files, unless they are cast.
+            total = sum(sizes.values()) * NAMES_BYTES[case.dtype] // NAMES_BYTES[case.stored]
+            row |= {"above_weights_of_largest": read_excess(runs, total, largest)}
     return row
 
 
@@ -208,6 +225,15 @@ def summarize(runs: dict[str, list[dict[str, Any]]], largest: int) -> dict[str, 
     return summary
 
 
+def read_excess(runs: dict[str, list[dict[str, Any]]], total: int, largest: int) -> dict[str, float]:
+    """Return the host memory above the weights of the model, relative to its largest component.
+
+    This is the higher one of the anonymous peak of loading and of the memory after all weights were read.
+    """
+    peaks = {name: max(max(run["anonymous_bytes"], run["used_bytes"]) for run in runs[name]) for name in runs}
+    return {name: round((peak - total) / largest, 3) for name, peak in peaks.items()}
+
+
 def run_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for each case."""
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
@@ -219,7 +245,7 @@ def run_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if free < needed * 1.05:
                 yield {"case": case, "error": f"needs {needed:,} bytes of disk space, but only {free:,} are free"}
                 continue
-            yield {"case": case, **run_case(CASES[case], options, Path(name))}
+            yield {"case": case, **run_case(case, options, Path(name))}
 
 
 NAMES_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -239,13 +265,13 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=["sdxl", "sdxl-cast", "flux"], choices=list(CASES))
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where the folders are written; on a disk, not in memory")
-    parser.add_argument("--measure", nargs=4, metavar=("LIBRARY", "FOLDER", "TINY", "DTYPE"), help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs=4, metavar=("LIBRARY", "FOLDER", "TINY", "CASE"), help=argparse.SUPPRESS)
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.measure:
-        library, folder, tiny, dtype = options.measure
-        print(json.dumps(measure(library, Path(folder), Path(tiny), options.device, dtype)))
+        library, folder, tiny, case = options.measure
+        print(json.dumps(measure(library, Path(folder), Path(tiny), options.device, CASES[case])))
         return
     opened = anyaccel.open_device(options.device)
     report: dict[str, Any] = {

@@ -48,6 +48,25 @@ def test_hooks_are_called_once(events: list[Any]) -> None:
     assert events[1:] == [("from_pipe", "DDPMPipeline"), ("DDPMPipeline", ["scheduler", "unet"])]
 
 
+def test_auto_pipelines_that_cannot_be_imported(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with diffusers 0.35 and transformers 5."""
+    remove_pipeline_hooks()
+    find = type(LIBRARY).__getattr__
+
+    def fail(module: Any, name: str) -> Any:
+        if name.startswith("AutoPipeline"):
+            raise RuntimeError(f"Failed to import {name}")
+        return find(module, name)
+
+    monkeypatch.setattr(type(LIBRARY), "__getattr__", fail)
+    for task in ("Text2Image", "Image2Image", "Inpainting"):
+        monkeypatch.delitem(vars(LIBRARY), f"AutoPipelineFor{task}", raising=False)
+    hooks = PipelineHooks(lambda pipe, components: events.append(sorted(components)), lambda *_: None, lambda: None)
+    install_pipeline_hooks(hooks)
+    recipes()["ddpm"].make()
+    assert events == [["scheduler", "unet"]]
+
+
 def test_running_calls_and_their_keywords(events: list[Any]) -> None:
     pipe: Any = recipes()["stable-diffusion"].make()
     pipe.set_progress_bar_config(disable=True)

@@ -23,6 +23,7 @@ from anyaccel.explanation.call_arguments import (
 )
 from anyaccel.explanation.device_argument import DeviceTarget
 from anyaccel.explanation.largest_size import LARGEST_SIDE, LARGEST_VIDEO_SIDE, find_largest_size
+from anyaccel.explanation.loading import forecast_loading
 from anyaccel.explanation.parallel import choose_split, describe_gain, split_memory
 from anyaccel.explanation.quantization_options import list_quantization_options
 from anyaccel.explanation.supported_size import find_supported_size
@@ -31,8 +32,10 @@ from anyaccel.planning.facts import PipelineFacts
 from anyaccel.planning.footprint import Measure
 from anyaccel.planning.kernel_workspace import read_workspace
 from anyaccel.planning.limit_hits import find_limit_hits
+from anyaccel.planning.loading_memory import LoadingForecast
 from anyaccel.planning.memory import (
     PLAIN,
+    Forecast,
     MemoryRule,
     find_largest_batch,
     make_forecast,
@@ -148,6 +151,7 @@ class MemoryEstimate:
             largest_batch=find_largest_batch(sharded, rule, capacity) if rule else 0,
             largest_size=self._find_largest_size(capacity, fits=rule is not None),
             limits=limits,
+            loading=self._forecast_loading(forecast, rule),
             offers=list_quantization_options(sheet, self.facts, forecast, self.plan.dtype.value),
             notes=(
                 *(f"{missing.name} ({missing.kind}) is not included: {missing.reason}" for missing in not_included),
@@ -158,6 +162,14 @@ class MemoryEstimate:
         )
         memory: Decision[Any] = Decision(rule if rule else "does not fit", decision.reason)
         return replace(self.plan, memory=memory, forecast=forecast)
+
+    def _forecast_loading(self, forecast: Forecast, rule: MemoryRule | None) -> LoadingForecast | None:
+        models = [name for name, _ in forecast.components]
+        # Processes that share a model load only their part of it.
+        if forecast.not_included or self.plan.parallel.value is not None or self.folder.missing_bytes(models) != 0:
+            return None
+        dtype = getattr(torch, self.plan.dtype.value)
+        return forecast_loading(self.folder.path, models, dtype, self.target.sheet, rule, self.options)
 
     def _settle_size(self, batch: int) -> tuple[str, ...]:
         """Trace the first call, which shows its size. Return a note if the config does not support the default size."""

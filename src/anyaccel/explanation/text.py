@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 from anyaccel.explanation.largest_size import LARGEST_SIDE, LARGEST_VIDEO_SIDE
+from anyaccel.planning.loading_memory import LoadingForecast
 from anyaccel.planning.memory import Forecast
 from anyaccel.planning.plan import Plan
 from anyaccel.planning.plan_text import describe_decisions, split_by_default
@@ -37,6 +38,8 @@ def describe_explanation(plan: Plan, model: str, width: int = 100, *, download_b
     lines += _wrap(
         f"weights {total}{without}: " + ", ".join(f"{name} {readable(size)}" for name, size in weights), width, ""
     )
+    if forecast.loading:
+        lines.append(_describe_loading(forecast.loading))
     if download_bytes:
         lines.append(f"to download: {readable(download_bytes)} (minus files already in the local cache)")
     if plan.capture.value and forecast.fits and forecast.recorded_peak_bytes > forecast.peak_bytes:
@@ -90,6 +93,14 @@ def _draw_phases(forecast: Forecast, width: int) -> Iterator[str]:
 def _draw_bar(share: float, width: int) -> str:
     full, eighth = divmod(round(share * width * 8), 8)
     return ("█" * full + (_EIGHTHS[eighth] if eighth else "")).ljust(width)[:width]
+
+
+def _describe_loading(loading: LoadingForecast) -> str:
+    total, allocated = readable(loading.peak_bytes), readable(loading.allocated_bytes)
+    where = f" ({loading.component})" if loading.component else ""
+    if loading.allocated_bytes == 0:
+        return f"host memory for loading: {total}{where}, mapped from the files"
+    return f"host memory for loading: {total}{where}, {allocated} of it allocated"
 
 
 def _describe_largest(plan: Plan, forecast: Forecast) -> Iterator[str]:

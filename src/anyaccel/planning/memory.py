@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.footprint import PHASES, Footprint, Measure, MemorySavings
 from anyaccel.planning.limit_hits import LimitHit
+from anyaccel.planning.loading_memory import LoadingForecast
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.units import readable
 
@@ -111,6 +112,8 @@ class Forecast:
     """The limits of the device that the model runs into at this size."""
     offers: tuple[QuantizationOption, ...] = ()
     notes: tuple[str, ...] = ()
+    loading: LoadingForecast | None = None
+    """The host memory for loading; None if the weight files are not on this machine."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast as a JSON-compatible dict."""
@@ -132,6 +135,7 @@ class Forecast:
             "limits": [asdict(limit) for limit in self.limits],
             "offers": [asdict(offer) for offer in self.offers],
             "notes": list(self.notes),
+            "loading": asdict(self.loading) if self.loading else None,
         }
 
 

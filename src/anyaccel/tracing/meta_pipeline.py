@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -165,7 +166,8 @@ def _make_processor(component: Component) -> Any:
 
     Returns None for other components, such as tokenizers.
     """
-    if not component.kind.endswith(("ImageProcessor", "FeatureExtractor")):
+    # transformers 5 saves `CLIPImageProcessorPil` where torchvision is not installed, and `…Fast` where it is.
+    if not re.search(r"(ImageProcessor(Fast|Pil)?|FeatureExtractor)$", component.kind):
         return None
     return _find_class(component)()
 

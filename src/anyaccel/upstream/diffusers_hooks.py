@@ -54,7 +54,7 @@ def install_pipeline_hooks(hooks: PipelineHooks) -> None:
     _wrap(diffusers.DiffusionPipeline, "from_pipe", lambda before: _wrap_from_pipe(before, hooks))
     # pipelines/auto_pipeline.py
     for task in _AUTO_PIPELINES:
-        auto = getattr(diffusers, f"AutoPipelineFor{task}", None)
+        auto = _find_class(diffusers, f"AutoPipelineFor{task}")
         if auto is not None:
             _wrap(auto, "from_pipe", lambda before: _wrap_from_pipe(before, hooks))
     # modular_pipelines/modular_pipeline.py: called by `update_components` and `load_components`.
@@ -67,6 +67,15 @@ def remove_pipeline_hooks() -> None:
         if vars(owner)[name] is replacement:
             setattr(owner, name, original)
     _ORIGINALS.clear()
+
+
+def _find_class(library: Any, name: str) -> Any | None:
+    try:
+        return getattr(library, name, None)
+    except RuntimeError:
+        # With transformers 5, diffusers 0.35 and 0.36 cannot import their AutoPipeline classes, so no program uses
+        # them: "cannot import name 'MT5Tokenizer' from 'transformers'".
+        return None
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:

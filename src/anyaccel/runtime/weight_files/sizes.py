@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
+from anyaccel.planning.loading_memory import WeightBytes
 from anyaccel.runtime.weight_files.safetensors_header import read_safetensors_header
 
-__all__ = ["find_weight_files", "read_weight_bytes"]
+__all__ = ["find_weight_files", "read_weight_bytes", "read_weights"]
 
 # `model.fp16.safetensors`, `model.fp16-00001-of-00002.safetensors`; plain names have no second suffix.
 _VARIANT = re.compile(r"^[^.]+\.(?P<variant>[^.]+?)(-\d{5}-of-\d{5})?$")
-_FLOATING = ("F64", "F32", "F16", "BF16")
+_FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def find_weight_files(folder: Path, variant: str | None = None) -> list[Path]:
@@ -52,22 +53,35 @@ def read_weight_bytes(
 
     `folders` are those of the components by name. Components without safetensors files are left out.
     """
+    return {name: size.total for name, size in read_weights(folder, names, dtype, variant).items()}
+
+
+def read_weights(
+    folder: Path,
+    names: Iterable[str],
+    dtype: torch.dtype | Mapping[str, torch.dtype] | None,
+    variant: str | None = None,
+) -> dict[str, WeightBytes]:
+    """Return the sizes of each component's weights, as `read_weight_bytes`, and which of them are cast."""
     sizes = {}
     for name, folder in folders.items():
         wanted = dtype.get(name, dtype.get("default", torch.float32)) if isinstance(dtype, Mapping) else dtype
         files = find_weight_files(folder, variant) if folder.is_dir() else []
         if files:
-            sizes[name] = sum(_read_bytes(file, wanted) for file in files)
+            parts = [_read_file(file, wanted) for file in files]
+            sizes[name] = WeightBytes(sum(part.mapped for part in parts), sum(part.cast for part in parts))
     return sizes
 
 
-def _read_bytes(file: Path, dtype: torch.dtype | None) -> int:
+def _read_file(file: Path, dtype: torch.dtype | None) -> WeightBytes:
     header: dict[str, Any] = read_safetensors_header(file)[0]
-    total = 0
+    mapped = cast = 0
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        begin, end = entry["data_offsets"]
-        casts = dtype is not None and entry["dtype"] in _FLOATING
-        total += math.prod(entry["shape"]) * dtype.itemsize if casts else end - begin  # type: ignore[union-attr]
-    return total
+        if dtype is None or _FLOATING.get(entry["dtype"], dtype) == dtype:
+            begin, end = entry["data_offsets"]
+            mapped += end - begin
+        else:
+            cast += math.prod(entry["shape"]) * dtype.itemsize
+    return WeightBytes(mapped, cast)
