@@ -28,7 +28,7 @@ def forecast_loading(
 
     `models` are the names of the components with weights.
     """
-    files = read_weights(folder, models, dtype)
+    files = read_weights({name: folder / name for name in models}, dtype)
     if not models or len(files) < len(models):
         return None
     resident = rule is not None and rule.residence == "resident"

@@ -53,12 +53,11 @@ def read_weight_bytes(
 
     `folders` are those of the components by name. Components without safetensors files are left out.
     """
-    return {name: size.total for name, size in read_weights(folder, names, dtype, variant).items()}
+    return {name: size.total for name, size in read_weights(folders, dtype, variant).items()}
 
 
 def read_weights(
-    folder: Path,
-    names: Iterable[str],
+    folders: Mapping[str, Path],
     dtype: torch.dtype | Mapping[str, torch.dtype] | None,
     variant: str | None = None,
 ) -> dict[str, WeightBytes]:
