@@ -11,6 +11,7 @@ import diffusers
 import numpy
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import overrides
 
 import anyaccel
@@ -115,6 +116,18 @@ def test_from_pipe_keeps_device_dtype_and_components(folder: Path) -> None:
 def test_a_single_file_without_config_is_rejected(folder: Path) -> None:
     with pytest.raises(anyaccel.AnyaccelError, match="a single-file checkpoint contains only weights"):
         anyaccel.DiffusionPipeline.from_pretrained(folder / "unet" / "diffusion_pytorch_model.safetensors")
+
+
+def test_optional_components_that_are_passed_are_used(tmp_path: Path) -> None:
+    pipe: Any = recipes()["wan"].make()
+    pipe.save_pretrained(tmp_path)
+    file = next((tmp_path / "transformer").glob("*.safetensors"))
+    changed = {name: weight + 1 for name, weight in load_file(file).items()}
+    other = tmp_path / "other.safetensors"
+    save_file(changed, other)
+    assert load(tmp_path, transformer=pipe.transformer).transformer is pipe.transformer
+    weights = load(tmp_path, transformer=other).transformer.state_dict()
+    assert all(torch.equal(weights[name], weight) for name, weight in changed.items())
 
 
 def test_place_returns_the_same_object() -> None:

@@ -42,3 +42,12 @@ def test_not_called_for_components_of_the_user_and_in_other_threads(folder: Path
         thread.start()
         thread.join()
     assert calls == ["scheduler"]
+
+
+def test_the_base_class_ignores_optional_components(tmp_path: Path) -> None:
+    """`_find_class` in runtime/loading.py can go when this fails."""
+    pipe: Any = recipes()["wan"].make()
+    pipe.save_pretrained(tmp_path)
+    loaded = LIBRARY.DiffusionPipeline.from_pretrained(tmp_path, transformer=pipe.transformer)
+    assert loaded.transformer is not pipe.transformer
+    assert LIBRARY.WanPipeline.from_pretrained(tmp_path, transformer=pipe.transformer).transformer is pipe.transformer

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import torch
 
 from anyaccel.backends.device_functions import dtype_name, dtype_of
 from anyaccel.errors import ModelError, UsageError
@@ -54,7 +55,9 @@ def load_pipeline(
 def _load_files(kind: Any, model: str, options: dict[str, Any], target: LoadTarget | None, *, single: bool) -> Any:
     """Load a pipeline, with 8-bit weights in their format and with the components that come from files."""
     files = find_component_files(options)
-    config = _read_config(str(options.get("config")) if single else model, needed=bool(files) or "config" in options)
+    passes_models = any(isinstance(value, torch.nn.Module) for value in options.values())
+    needed = bool(files) or passes_models or "config" in options
+    config = _read_config(str(options.get("config")) if single else model, needed=needed)
     denoiser = find_denoiser(Path(model), config) if single and Path(model).is_file() else ""
     if denoiser:  # the other models come from the folder
         files[denoiser], single, model = Path(model), False, str(options.pop("config"))
@@ -62,7 +65,7 @@ def _load_files(kind: Any, model: str, options: dict[str, Any], target: LoadTarg
     for name, file in files.items():
         load = functools.partial(load_component, name=name, model=model, config=config, options=options)
         options[name] = call_diffusers(load, str(file), {})
-    loader = _find_single_file_loader(kind, options) if single else kind.from_pretrained
+    loader = _find_single_file_loader(kind, options) if single else _find_class(kind, config, options).from_pretrained
     if single:
         options.pop("use_safetensors")  # the file's suffix decides
     with (
@@ -72,6 +75,18 @@ def _load_files(kind: Any, model: str, options: dict[str, Any], target: LoadTarg
         pipe = call_diffusers(loader, model, options)
         finish(pipe)
     return pipe
+
+
+def _find_class(kind: Any, config: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Return the pipeline class of a folder if `kind` is the base class and the class is one of diffusers.
+
+    The base class ignores components that its subclasses declare as optional, such as Wan's transformer
+    (`_get_signature_keys` in pipelines/pipeline_utils.py, diffusers 0.42.1).
+    """
+    if kind is not diffusers.DiffusionPipeline or options.get("custom_pipeline") is not None:
+        return kind
+    found = getattr(diffusers, str(config.get("_class_name")), None)
+    return found if isinstance(found, type) and issubclass(found, kind) else kind
 
 
 def _read_config(source: str, *, needed: bool) -> dict[str, Any]:
