@@ -79,6 +79,7 @@ def list_environments() -> Iterator[Environment]:
         yield Environment(version, "5.23.0", hub, others=_list_others(version))
     for version in ("0.39.0", "0.38.0", "0.37.1", "0.36.0", "0.35.2"):
         yield Environment(version, "4.57.6", "0.36.2", "0.22.2", _list_others(version))
+    yield Environment("0.35.2", "4.48.3", "0.34.6", "0.21.4", _list_others("0.35.2"))  # the oldest supported versions
 
 
 def _list_others(version: str) -> tuple[str, ...]:

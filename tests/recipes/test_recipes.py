@@ -3,9 +3,11 @@
 `make check` runs every sixth recipe, and `make test-slow` the others.
 """
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -13,6 +15,7 @@ import pytest
 
 from anyaccel.processes.forked_call import call_in_fork
 from anyaccel.recipes import NOT_COVERED, Recipe, recipes, run
+from anyaccel.recipes.parts import tokenizer_backends, tokenizers
 from tests.conftest import NEEDS_RECIPES, SharedCache
 
 RECIPES = recipes()
@@ -138,3 +141,14 @@ def test_the_list_of_recipes_loads_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "set()"
+
+
+def test_tokenizers_of_transformers_4_have_the_backends_of_transformers_5() -> None:
+    backends = json.loads(Path(tokenizer_backends.__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    made = [getattr(tokenizers, name)() for name in tokenizers.__all__ if name.endswith("_tokenizer")]
+    checked = {}
+    for tokenizer in made:
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        del state["model"]["vocab"]
+        checked[type(tokenizer).__name__] = state | {"added_tokens": []}
+    assert {name: checked[name] for name in backends} == backends

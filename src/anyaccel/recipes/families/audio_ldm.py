@@ -54,7 +54,12 @@ def clap() -> Any:
         patch_embed_input_channels=4,
     )
     return transformers.ClapModel(
-        transformers.ClapConfig(text_config=clap_text_config(), audio_config=sound, projection_dim=TEXT_WIDTH)
+        transformers.ClapConfig(
+            # transformers 4 accepts only dicts.
+            text_config=clap_text_config().to_dict(),
+            audio_config=sound.to_dict(),
+            projection_dim=TEXT_WIDTH,
+        )
     )
 
 

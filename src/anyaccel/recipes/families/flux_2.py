@@ -51,7 +51,7 @@ def parts(*, text_encoder: Any, guidance_embeds: bool, **more: Any) -> dict[str,
             joint_attention_dim=len(LAYERS) * TEXT_WIDTH,
             timestep_guidance_channels=32,
             axes_dims_rope=(4, 4, 4, 4),
-            guidance_embeds=guidance_embeds,
+            **({} if guidance_embeds else {"guidance_embeds": False}),  # diffusers 0.36 has no such argument
         ),
     } | more
 

@@ -83,8 +83,9 @@ def qwen_3_model(**more: Any) -> Any:
 
 def _qwen_2_5_decoder(**more: Any) -> dict[str, Any]:
     # mrope_section splits the head_dim / 2 = 4 rotary frequencies into time, height and width.
-    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
-    return decoder_arguments(QWEN_VOCABULARY, **_qwen_token_ids()) | {"rope_parameters": rope} | more
+    # The names of transformers 4, which transformers 5 accepts too.
+    rope = {"rope_theta": 1e6, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
+    return decoder_arguments(QWEN_VOCABULARY, **_qwen_token_ids()) | rope | more
 
 
 def qwen_2_5_vl_text(**more: Any) -> Any:

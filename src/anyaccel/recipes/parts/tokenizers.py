@@ -7,6 +7,7 @@ import string
 from typing import Any
 
 from anyaccel.recipes.lazy_modules import transformers
+from anyaccel.recipes.parts.tokenizer_backends import make_tokenizer
 
 __all__ = [
     "BERT_VOCABULARY",
@@ -125,23 +126,21 @@ CHAT_TEMPLATE = """\
 
 def clip_tokenizer(*, pad_token: str = "<|endoftext|>", max_length: int = 77) -> Any:
     """Return a CLIP tokenizer with one token per byte and with start and end tokens."""
-    return transformers.CLIPTokenizer(
-        vocab=CLIP_VOCABULARY, merges=[], pad_token=pad_token, model_max_length=max_length
-    )
+    return make_tokenizer("CLIPTokenizer", CLIP_VOCABULARY, pad_token=pad_token, model_max_length=max_length)
 
 
 def t5_tokenizer(*, max_length: int = 512) -> Any:
     """Return a T5 tokenizer with one token per character, an end token and padding with token ID 0."""
     # Unigram pieces with log probabilities. All letters have the same one, special tokens have 0.
     pieces = [(token, 0.0 if token.startswith("<") and len(token) > 1 else -2.0) for token in T5_VOCABULARY]
-    return transformers.T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=max_length)
+    return make_tokenizer("T5Tokenizer", pieces, extra_ids=0, model_max_length=max_length)
 
 
 def qwen_tokenizer(*, max_length: int = 1024, **more: Any) -> Any:
     """Return a Qwen tokenizer with one token per byte and a chat template."""
-    return transformers.Qwen2Tokenizer(
-        vocab=QWEN_VOCABULARY,
-        merges=[],
+    return make_tokenizer(
+        "Qwen2Tokenizer",
+        QWEN_VOCABULARY,
         additional_special_tokens=list(QWEN_SPECIAL_TOKENS),
         chat_template=CHAT_TEMPLATE,
         model_max_length=max_length,
@@ -151,14 +150,12 @@ def qwen_tokenizer(*, max_length: int = 1024, **more: Any) -> Any:
 
 def gemma_tokenizer(*, max_length: int = 512, **more: Any) -> Any:
     """Return a Gemma tokenizer with one token per character, a start token and left padding."""
-    return transformers.GemmaTokenizer(
-        vocab=GEMMA_VOCABULARY, merges=[], add_bos_token=True, model_max_length=max_length, **more
-    )
+    return make_tokenizer("GemmaTokenizer", GEMMA_VOCABULARY, add_bos_token=True, model_max_length=max_length, **more)
 
 
 def bert_tokenizer(*, max_length: int = 77) -> Any:
     """Return a BERT tokenizer with one token per character and with `[CLS]` and `[SEP]` tokens."""
-    return transformers.BertTokenizer(vocab=BERT_VOCABULARY, model_max_length=max_length)
+    return make_tokenizer("BertTokenizer", BERT_VOCABULARY, model_max_length=max_length)
 
 
 def glm_tokenizer(*, max_length: int = 1024) -> Any:
@@ -199,17 +196,16 @@ def glm_image_tokenizer() -> Any:
 
 def llama_tokenizer(*, max_length: int = 512, **more: Any) -> Any:
     """Return a Llama tokenizer with one token per character and a start token."""
-    return transformers.LlamaTokenizer(
-        vocab=LLAMA_VOCABULARY, merges=[], add_bos_token=True, pad_token="<unk>", model_max_length=max_length, **more
-    )
+    options = {"add_bos_token": True, "pad_token": "<unk>", "model_max_length": max_length}
+    return make_tokenizer("LlamaTokenizer", LLAMA_VOCABULARY, **options, **more)
 
 
 def roberta_tokenizer(*, max_length: int = 77) -> Any:
     """Return a RoBERTa tokenizer with one token per byte and with start and end tokens."""
-    return transformers.RobertaTokenizer(vocab=ROBERTA_VOCABULARY, merges=[], model_max_length=max_length)
+    return make_tokenizer("RobertaTokenizer", ROBERTA_VOCABULARY, model_max_length=max_length)
 
 
 def xlm_tokenizer(*, max_length: int = 77) -> Any:
     """Return an XLM-RoBERTa tokenizer with one token per character and with start and end tokens."""
     pieces = [(token, -2.0) for token in XLM_VOCABULARY]
-    return transformers.XLMRobertaTokenizer(vocab=pieces, model_max_length=max_length)
+    return make_tokenizer("XLMRobertaTokenizer", pieces, model_max_length=max_length)
