@@ -82,4 +82,4 @@ def test_the_forecast_is_that_of_the_h200_measurement() -> None:
     plan = anyaccel.explain(FLUX, "h200", height=1024, width=1024, dtype="bfloat16", weights="fp8")
     assert plan.forecast is not None
     assert plan.forecast.peak_bytes == pytest.approx(peaks["weights='fp8'"], rel=0.01)
-    assert "not measured, because the weights are not loaded" in plan.weights.reason
+    assert "the error is not measured, because the weights are not loaded" in plan.weights.reason

@@ -170,6 +170,24 @@ def test_format_number_tells_version_0_1_what_it_can_read() -> None:
     assert "pictures" not in sheet
 
 
+def test_version_0_1_rejects_images_of_quantized_weights() -> None:
+    """It ignores `weights`, and would generate another image."""
+    quantized = replace(METADATA, weights="int8", weight_errors={"unet": 0.005})
+    text = write_document([quantized])
+    assert json.loads(text)["format"] == 2
+    assert read_document(text) == (quantized,)
+    assert quantized.arguments()["weights"] == "int8"
+    assert "weights" not in METADATA.arguments()
+    assert find_differences(quantized, METADATA) == ["the weights were int8 and are now not quantized"]
+    assert "Weights: int8" in describe_metadata(quantized)
+
+
+def test_documents_without_the_fields_of_later_versions_are_readable() -> None:
+    document = json.loads(write_document([METADATA]))
+    del document["weights"], document["weight_errors"]
+    assert read_document(json.dumps(document)) == (METADATA,)
+
+
 def test_unknown_fields_are_ignored() -> None:
     assert read_document(damage(weather="rain")) == (METADATA,)
 

@@ -10,8 +10,9 @@ from anyaccel.backends.registry import load_registry
 from anyaccel.checking.fresh_process import CheckTask, can_fork, check_in_fresh_process
 from anyaccel.checking.report import Report
 from anyaccel.checking.run import CheckMode, OnReport, run_on_devices
-from anyaccel.checking.target import read_target
+from anyaccel.checking.target import quantize_target, read_target
 from anyaccel.errors import UsageError, nearest
+from anyaccel.planning.options import check_weights
 
 __all__ = ["check", "find_devices"]
 
@@ -25,6 +26,7 @@ def check(
     plain: bool = False,
     strict: bool = False,
     compile: bool = False,  # noqa: A002 - the name of this option everywhere else
+    weights: str | None = None,
     on_report: OnReport | None = None,
     **call: Any,
 ) -> Report:
@@ -33,23 +35,29 @@ def check(
     For example, use `check(pipe, "mps")`. The first argument is a pipeline, a model folder, a recipe
     name or `package.module:function`. A model folder needs only its configs: a small model with the
     same architecture is built from them. `plain` checks diffusers without anyaccel. `strict` raises an
-    error wherever the device would. `on_report` is called with each device's report as soon as it is
-    complete. Additional keyword arguments are passed to the pipeline call.
+    error wherever the device would. `weights` quantizes the pipeline, on the CPU too. `on_report` is called with
+    each device's report as soon as it is complete. Additional keyword arguments are passed to the pipeline call.
     """
     if plain and compile:
         raise UsageError(
             "plain and compile cannot be combined: plain diffusers is checked without compilation",
             hint="omit plain or compile",
         )
+    if plain and weights is not None:
+        raise UsageError(
+            "plain and weights cannot be combined: plain diffusers does not quantize a loaded pipeline",
+            hint="omit plain or weights",
+        )
+    check_weights(weights)
     # Before the fork or the new process, so that a misspelled name fails immediately.
     devices = find_devices(device)
     # Virtual devices need forks of a single-threaded process.
     if not can_fork():
-        options = {"plain": plain, "strict": strict, "compile": compile}
+        options = {"plain": plain, "strict": strict, "compile": compile, "weights": weights}
         return check_in_fresh_process(
             CheckTask(target=pipeline_or_model, devices=tuple(devices), options=options, call=call)
         )
-    target = read_target(pipeline_or_model, call)
+    target = quantize_target(read_target(pipeline_or_model, call), weights)
     mode = CheckMode(placed=not plain, strict=strict, compiled=compile)
     reports = run_on_devices(target.recipe, devices, mode, on_report)
     return Report(

@@ -10,9 +10,10 @@ from typing import Any
 
 from anyaccel.backends.device import find_device, open_device, read_device
 from anyaccel.checking.model_call_comparison import Comparison, comparing, recording
-from anyaccel.checking.target import read_target
+from anyaccel.checking.target import CheckTarget, quantize_target, read_target
 from anyaccel.errors import AnyaccelError
 from anyaccel.generation.image_difference import measure_difference, measure_psnr
+from anyaccel.planning.options import check_weights
 from anyaccel.recipes.recipe import Recipe, run
 from anyaccel.runtime.pipeline import place
 
@@ -46,6 +47,8 @@ class HardwareReport:
     device: str
     virtual: bool
     dtype: str
+    weights: str | None
+    """Format to which the weights were quantized, also for the run on the CPU."""
     tolerance: float
     components: tuple[ComponentResult, ...]
     max_difference: float | None
@@ -79,6 +82,7 @@ def check_on_hardware(
     device: str = "auto",
     *,
     dtype: str | None = None,
+    weights: str | None = None,
     on_message: Callable[[str], None] = lambda _: None,
     **call: Any,
 ) -> HardwareReport:
@@ -86,13 +90,15 @@ def check_on_hardware(
 
     `target` is a Hub ID, a folder, `embedded`, a recipe name, `package.module:function` or a pipeline.
     A Hub model or folder is loaded with its own weights. Additional keyword arguments are passed to the
-    pipeline call. `on_message` is called with progress messages.
+    pipeline call. `weights` quantizes the pipeline before both runs. `on_message` is called with progress messages.
     """
     spec = read_device(device)
     # Opening the device first raises for a missing one now, not after minutes on the CPU.
     if not spec.virtual and open_device(spec).sheet.is_host:
         on_message("note: no accelerator is selected or available; this compares the CPU with itself")
-    name, recipe = _load_target(target, call)
+    check_weights(weights)
+    found = quantize_target(_load_target(target, call), weights)
+    name, recipe = found.name, found.recipe
     recipe = replace(recipe, call=functools.partial(_call_with_seed, recipe.call))
     pipe: Any = recipe.make()
     on_message("running on the CPU in float32")
@@ -115,6 +121,7 @@ def check_on_hardware(
         device=plan_device.name,
         virtual=plan_device.virtual,
         dtype=device_dtype,
+        weights=weights,
         tolerance=tolerance,
         components=tuple(_summarize(comparisons, tolerance)),
         max_difference=difference,
@@ -136,8 +143,8 @@ def _call_with_seed(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return arguments
 
 
-def _load_target(target: Any, call: dict[str, Any]) -> tuple[str, Recipe]:
-    """Return a target's name and a recipe that builds its pipeline.
+def _load_target(target: Any, call: dict[str, Any]) -> CheckTarget:
+    """Return a target with a recipe that builds its pipeline.
 
     A Hub model or folder is loaded with its own weights; a named recipe has random weights.
     """
@@ -149,9 +156,8 @@ def _load_target(target: Any, call: dict[str, Any]) -> tuple[str, Recipe]:
         from anyaccel.runtime.pipeline import DiffusionPipeline
 
         model = resolve_model(target)
-        return model.name, read_target(DiffusionPipeline.from_pretrained(model.source), call).recipe
-    resolved = read_target(target, call)
-    return resolved.name, resolved.recipe
+        return replace(read_target(DiffusionPipeline.from_pretrained(model.source), call), name=model.name)
+    return read_target(target, call)
 
 
 def _run_or_none(recipe: Recipe, pipe: Any) -> Any:
@@ -190,7 +196,8 @@ def describe_hardware_report(report: HardwareReport) -> Iterator[str]:
     """Yield the report as lines of text: a verdict, a row per component and the first wrong component."""
     kind = "virtual" if report.virtual else "hardware"
     verdict = "right" if report.right else "silently wrong"
-    yield f"{report.target} ({report.pipeline}) on {report.device} ({kind}), {report.dtype}: {verdict}"
+    precision = report.dtype if report.weights is None else f"{report.dtype}, weights in {report.weights}"
+    yield f"{report.target} ({report.pipeline}) on {report.device} ({kind}), {precision}: {verdict}"
     yield f"  {'component':24}{'calls':>6}{'isolated error':>18}{'allowed':>10}{'accumulated':>13}"
     for component in report.components:
         isolated = "not comparable" if component.isolated_error is None else f"{component.isolated_error:.1e}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import sys
@@ -18,7 +19,7 @@ from anyaccel.errors import ModelError, UsageError, nearest
 from anyaccel.explanation.known_models import find_bundled_configs, list_bundled_models
 from anyaccel.recipes import Recipe, recipes
 
-__all__ = ["CheckTarget", "read_target"]
+__all__ = ["CheckTarget", "quantize_target", "read_target"]
 
 _STEPS = 2
 # Outputs to request from a modular pipeline; the first one that it has is used.
@@ -57,6 +58,30 @@ def read_target(target: Any, call: Mapping[str, Any]) -> CheckTarget:
         f"pipeline; "
         f"{nearest(text, [*list_bundled_models(), *recipes()])}",
     )
+
+
+def quantize_target(target: CheckTarget, weights: str | None) -> CheckTarget:
+    """Return a target whose pipeline is quantized after it is built, for the CPU and for the device."""
+    if weights is None:
+        return target
+    note = f"the weights are quantized to {weights}, also in the run on the CPU"
+    recipe = replace(target.recipe, make=functools.partial(_make_quantized, target.recipe, weights))
+    return replace(target, recipe=recipe, notes=(*target.notes, note))
+
+
+def _make_quantized(recipe: Recipe, weights: str) -> Any:
+    from anyaccel.quantized_weights.quantize import read_error
+    from anyaccel.runtime.introspection import find_models
+    from anyaccel.runtime.placement.quantized_layers import find_models_to_quantize, quantize_models
+
+    pipe: Any = recipe.make()
+    quantize_models(find_models_to_quantize(pipe, weights), weights)
+    if all(read_error(model) is None for model in find_models(pipe).values()):
+        raise UsageError(
+            f"{recipe.name} has no layers that weights={weights!r} can quantize",
+            hint="use another format, such as int8",
+        )
+    return pipe
 
 
 def _override_call(target: CheckTarget, call: Mapping[str, Any]) -> CheckTarget:

@@ -13,7 +13,7 @@ import typer
 
 from anyaccel.cli.interrupts import INTERRUPTED, TERMINATED
 from anyaccel.cli.progress import Display
-from anyaccel.cli.shared_options import Dtype, Model, RayAddress, Speed
+from anyaccel.cli.shared_options import Dtype, Model, RayAddress, Speed, Weights
 from anyaccel.processes.signals import TerminatedError, raising_on_sigterm
 
 __all__ = ["generate_batch"]
@@ -49,6 +49,7 @@ def generate_batch(
     ray: RayAddress = None,
     dtype: Dtype = None,
     speed: Speed = "exact",
+    weights: Weights = None,
     rows_per_call: RowsPerCall = None,
     # Name of --rows-per-call in version 0.1.
     rows_a_call: Annotated[int | None, typer.Option("--rows-a-call", min=1, max=256, hidden=True)] = None,
@@ -64,7 +65,12 @@ def generate_batch(
     from anyaccel.cluster.ray_cluster import leave
 
     settings = WorkerSettings(
-        model=model, device=device, dtype=dtype, speed=speed, rows_per_call=rows_per_call or rows_a_call
+        model=model,
+        device=device,
+        dtype=dtype,
+        speed=speed,
+        weights=weights,
+        rows_per_call=rows_per_call or rows_a_call,
     )
     display = Display()
     # Shown before the first event: starting the workers takes seconds.

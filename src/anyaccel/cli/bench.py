@@ -10,8 +10,9 @@ import typer
 
 from anyaccel.call_limits import check_steps, parse_image_size
 from anyaccel.cli.interrupts import cleanup_on_exit
-from anyaccel.cli.shared_options import Device, Dtype, ImageSize, Steps
+from anyaccel.cli.shared_options import Device, Dtype, ImageSize, Steps, Weights
 from anyaccel.errors import UsageError
+from anyaccel.planning.options import check_weights
 
 if TYPE_CHECKING:
     from anyaccel.bench.case import BenchCase
@@ -44,6 +45,7 @@ def bench_models(
     against: Against = "stock",
     device: Device = "auto",
     dtype: Dtype = None,
+    weights: Weights = None,
     size: ImageSize = None,
     steps: Steps = None,
     images: Images = 1000,
@@ -66,6 +68,7 @@ def bench_models(
             raise UsageError(f"{option} must be at least 1, not {value}", hint=f"omit {option} to use the default")
     if steps is not None:
         check_steps(steps, hint="for example --steps 20; omit the option to use the default of the pipeline")
+    check_weights(weights)
     # Imports torch, which takes seconds, so check the options first.
     from anyaccel.backends.device import open_device
     from anyaccel.bench.bench import run_together
@@ -76,7 +79,8 @@ def bench_models(
     call = {name: value for name, value in arguments.items() if value is not None}
     opened = open_device(device)
     ours = ("anyaccel", *(["anyaccel fast"] if fast else []))
-    cases = _make_cases(models, device, dtype or opened.sheet.default_dtypes.order[0], call, images)
+    options: dict[str, Any] = {"expected_images": images} | ({} if weights is None else {"weights": weights})
+    cases = _make_cases(models, device, dtype or opened.sheet.default_dtypes.order[0], call, options)
     rows: list[dict[str, Any]] = []
     with cleanup_on_exit() as display:
         # One model at a time: concurrent processes would compete for the device and distort the timings.
@@ -96,7 +100,7 @@ def bench_models(
 
 
 def _make_cases(
-    models: list[str] | None, device: str, dtype: str, call: dict[str, Any], images: int
+    models: list[str] | None, device: str, dtype: str, call: dict[str, Any], options: dict[str, Any]
 ) -> list[BenchCase]:
     """Return one benchmark case per model, or one for the embedded model if no model is given."""
     from anyaccel.backends.device_functions import dtype_name
@@ -104,7 +108,7 @@ def _make_cases(
     from anyaccel.embedded.model import CALL_DEFAULTS, NAME
     from anyaccel.generation.model_name import resolve_model
 
-    options, full_dtype = {"expected_images": images}, dtype_name(dtype)
+    full_dtype = dtype_name(dtype)
     # All names are resolved first: a mistake in the last one must not surface after the others have run.
     resolved = {name: resolve_model(name) for name in models or [NAME]}
     return [

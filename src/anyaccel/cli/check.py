@@ -12,6 +12,7 @@ from anyaccel.call_limits import check_steps, parse_image_size
 from anyaccel.cli.chart import describe_environment
 from anyaccel.cli.interrupts import cleanup_on_exit
 from anyaccel.cli.progress import Display
+from anyaccel.cli.shared_options import Weights
 from anyaccel.errors import UsageError, nearest
 from anyaccel.storage.atomic_write import atomic_write, check_output_folder
 
@@ -85,6 +86,7 @@ def check_pipeline(
     html: Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Also write an HTML page.")] = None,
     real: OnHardware = False,
     dtype: HardwareDtype = None,
+    weights: Weights = None,
 ) -> None:
     """Check whether a pipeline is portable to other devices.
 
@@ -97,7 +99,8 @@ def check_pipeline(
     if real:
         others: dict[str, Any] = {"--all": all_devices, "--strict": strict, "--plain": plain, "--compile": compiled}
         others |= {"--baseline": baseline, "--html": html, "--format": output_format != "text"}
-        _check_hardware(target, device or ["auto"], dtype, _read_call(steps, size), as_json, others)
+        placement = {"dtype": dtype, "weights": weights}
+        _check_hardware(target, device or ["auto"], placement, _read_call(steps, size), as_json, others)
         return
     if dtype is not None:
         raise UsageError(
@@ -110,7 +113,7 @@ def check_pipeline(
         raise UsageError(f"unknown value {output_format!r} for --format", hint=nearest(output_format, _FORMATS))
     if html:
         check_output_folder(html)
-    modes = {"plain": plain, "strict": strict, "compile": compiled}
+    modes = {"plain": plain, "strict": strict, "compile": compiled, "weights": weights}
     report = _check_virtual(target, device or ["all"], baseline, modes, _read_call(steps, size))
     # Printed before the page is written: a full disk must not hide the result.
     print(_format_report(report, output_format))
@@ -123,7 +126,7 @@ def check_pipeline(
 
 
 def _check_virtual(
-    target: str, devices: list[str], baseline: str | None, modes: dict[str, bool], call: dict[str, Any]
+    target: str, devices: list[str], baseline: str | None, modes: dict[str, Any], call: dict[str, Any]
 ) -> Report:
     # Virtual devices run in forked processes, and the threads of torch do not survive a fork. torch reads the variable
     # when it is imported.
@@ -149,7 +152,12 @@ def _check_virtual(
 
 
 def _check_hardware(
-    target: str, devices: list[str], dtype: str | None, call: dict[str, Any], as_json: bool, others: dict[str, Any]
+    target: str,
+    devices: list[str],
+    placement: dict[str, Any],
+    call: dict[str, Any],
+    as_json: bool,
+    others: dict[str, Any],
 ) -> None:
     conflict = next((name for name, value in others.items() if value), None)
     if conflict:
@@ -158,7 +166,7 @@ def _check_hardware(
         raise UsageError(f"--real checks one device, not {len(devices)}", hint=f"pass only --device {devices[0]}")
     from anyaccel.checking.on_hardware import check_on_hardware, describe_hardware_report
 
-    report = check_on_hardware(target, devices[0], dtype=dtype, on_message=Display().print_line, **call)
+    report = check_on_hardware(target, devices[0], **placement, on_message=Display().print_line, **call)
     print(report.to_json() if as_json else "\n".join(describe_hardware_report(report)))
     if not report.right:
         raise typer.Exit(1)

@@ -10,7 +10,7 @@ import typer
 
 from anyaccel.call_limits import check_batch, check_frames, parse_image_size
 from anyaccel.cli.progress import Display
-from anyaccel.cli.shared_options import AsJson, Dtype, ImageSize
+from anyaccel.cli.shared_options import AsJson, Dtype, ImageSize, Weights
 from anyaccel.processes.gc_control import gc_paused, ignore_existing_objects
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def explain_model(
     smallest_dtype: SmallestDtype = None,
     memory: Memory = None,
     parallel: Parallel = None,
+    weights: Weights = None,
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
@@ -92,6 +93,7 @@ def explain_model(
                 smallest_dtype=smallest_dtype,
                 memory=memory,
                 parallel=parallel,
+                weights=weights,
             )
             # Only plans of placed pipelines have no forecast.
             assert plan.forecast is not None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from anyaccel.call_limits import parse_image_size
-from anyaccel.cli.shared_options import Dtype, RayAddress, Speed, Text
+from anyaccel.cli.shared_options import Dtype, RayAddress, Speed, Text, Weights
 from anyaccel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ def serve_models(
     device: Devices = None,
     dtype: Dtype = None,
     speed: Speed = "exact",
+    weights: Weights = None,
     api_key: ApiKeys = None,
     no_key: NoKey = False,
     max_batch: MaxBatch = 8,
@@ -136,6 +137,7 @@ def serve_models(
         device=devices[0],
         dtype=dtype,
         speed=speed,
+        weights=weights,
         host=host,
         port=port,
         keys=keys,

@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["AsJson", "Device", "Dtype", "ImageSize", "Model", "RayAddress", "Speed", "Steps", "Text"]
+from anyaccel.planning.options import WEIGHT_FORMATS
+
+__all__ = ["AsJson", "Device", "Dtype", "ImageSize", "Model", "RayAddress", "Speed", "Steps", "Text", "Weights"]
 
 Text = str | None
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -37,3 +39,11 @@ Speed = Annotated[
     str, typer.Option("--speed", help="Speed level: exact, fast or draft; fast and draft change the image.")
 ]
 Steps = Annotated[int | None, typer.Option("--steps", help="Number of denoising steps. Default: set by the pipeline.")]
+Weights = Annotated[
+    Text,
+    typer.Option(
+        "--weights",
+        metavar="FORMAT",
+        help=f"Quantize large models, which changes the image: {', '.join(WEIGHT_FORMATS)}. Default: no quantization.",
+    ),
+]

@@ -105,6 +105,7 @@ def generate(
     *,
     dtype: str | torch.dtype | None = None,
     speed: str = "exact",
+    weights: str | None = None,
     revision: str | None = None,
     **call: Any,
 ) -> Result:
@@ -112,7 +113,8 @@ def generate(
 
     A list of prompts generates one image per prompt. `model` is a Hub ID (with an optional `revision`), a
     folder, or None for the embedded model. The last model stays loaded for the next call. `device` is anything
-    that `pipe.to` accepts; `speed` is `exact`, `fast` or `draft`. Other keyword arguments are passed to the
+    that `pipe.to` accepts; `speed` is `exact`, `fast` or `draft`. `weights` is a format to which large models are
+    quantized, such as `int8`. Other keyword arguments are passed to the
     pipeline call under their diffusers names: `num_inference_steps`, `guidance_scale`, `negative_prompt`,
     `height`, `width`, `num_images_per_prompt`.
 
@@ -121,7 +123,9 @@ def generate(
     `Result.seeds`. Images are generated one by one, so each is bitwise identical to the same image generated
     alone.
     """
-    request = make_request(prompt, model, device, seed, dtype=dtype, speed=speed, revision=revision, **call)
+    request = make_request(
+        prompt, model, device, seed, dtype=dtype, speed=speed, weights=weights, revision=revision, **call
+    )
     # One call at a time: a second thread could otherwise replace the cached model during this call.
     with LOCK:
         loaded = load_model(request)

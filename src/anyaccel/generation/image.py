@@ -18,7 +18,8 @@ from anyaccel.generation.model_loading import LoadedModel
 from anyaccel.generation.progress import counting_steps
 from anyaccel.planning.plan import Plan
 from anyaccel.progress import ProgressListener
-from anyaccel.runtime.introspection import find_components, plain_class
+from anyaccel.quantized_weights.quantize import read_error
+from anyaccel.runtime.introspection import find_components, find_models, plain_class
 from anyaccel.runtime.placement_state import find_options
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ def expected_metadata(loaded: LoadedModel, prompt: str, seed: int, call: Mapping
         height=0,
         dtype=plan.dtype.value,
         speed=find_options(pipe).speed,
+        weights=find_options(pipe).weights,
+        weight_errors=_read_weight_errors(pipe),
         device=plan.device,
         virtual=plan.virtual,
         negative_prompt=call.get("negative_prompt"),
@@ -107,6 +110,11 @@ def expected_metadata(loaded: LoadedModel, prompt: str, seed: int, call: Mapping
         call=recorded,
         unrecorded=unrecorded,
     )
+
+
+def _read_weight_errors(pipe: Any) -> dict[str, float]:
+    errors = {name: read_error(model) for name, model in find_models(pipe).items()}
+    return {name: round(error.mean, 5) for name, error in errors.items() if error is not None}
 
 
 def _read_scalar(pipe: Any, call: Mapping[str, Any], name: str) -> Any:

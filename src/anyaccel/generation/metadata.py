@@ -24,9 +24,12 @@ __all__ = [
 
 # Newest document format that this version reads. Increase it if older versions could not read new documents.
 # Format 1 lists the images of a contact sheet under `pictures`, format 2 under `images`. The document of a single image
-# is the same in both; it is written as format 1, which version 0.1 can read.
+# is the same in both; it is written as format 1, which version 0.1 can read. That version would ignore `weights`, so
+# images of quantized weights have format 2.
 FORMAT = 2
 _SINGLE_IMAGE_FORMAT = 1
+# Fields that documents of earlier versions do not have.
+_ADDED = ("weights", "weight_errors")
 
 # Key of the JSON object that stands for a tuple: JSON has only lists.
 _TUPLE = "tuple of"
@@ -56,6 +59,10 @@ class ImageMetadata:
     """Whether the device was a virtual accelerator."""
     speed: str = "exact"
     """Speed level: `exact`, `fast` or `draft`."""
+    weights: str | None = None
+    """Format to which the weights were quantized, such as `int8`."""
+    weight_errors: Mapping[str, Any] = field(default_factory=dict)
+    """Mean relative error of the quantized weights of each model."""
     negative_prompt: str | None = None
     steps: int | None = None
     guidance: float | None = None
@@ -102,6 +109,7 @@ class ImageMetadata:
             "seed": self.seed,
             "dtype": self.dtype,
             **({"speed": self.speed} if self.speed != "exact" else {}),
+            **({"weights": self.weights} if self.weights is not None else {}),
             **{name: value for name, value in own.items() if value is not None},
             **{name: _unpack(value) for name, value in self.call.items()},
         }
@@ -145,7 +153,7 @@ def write_document(metadata: Sequence[ImageMetadata]) -> str:
     """Return the metadata of one image, or of all images on a contact sheet, as an ASCII JSON document."""
     documents = [asdict(item) for item in metadata]
     if len(documents) == 1:
-        return json.dumps({"format": _SINGLE_IMAGE_FORMAT, **documents[0]})
+        return json.dumps({"format": FORMAT if metadata[0].weights else _SINGLE_IMAGE_FORMAT, **documents[0]})
     # Values that all images share are stored once: with a few dozen images, the scheduler configs would exceed the
     # 64 KiB of EXIF data in a JPEG.
     shared = {
@@ -191,6 +199,8 @@ def _read_image_metadata(document: Mapping[str, Any]) -> ImageMetadata:
     """
     values: dict[str, Any] = {}
     for attribute in fields(ImageMetadata):
+        if attribute.name not in document and attribute.name in _ADDED:
+            continue
         if attribute.name not in document:
             raise ValueError(f"the field {attribute.name!r} is missing")
         value = document[attribute.name]
@@ -217,6 +227,7 @@ def describe_metadata(metadata: ImageMetadata) -> str:
         "Model hash": metadata.revision,
         "Type": metadata.dtype,
         "Speed": metadata.speed if metadata.speed != "exact" else None,
+        "Weights": metadata.weights,
         "Device": f"{metadata.device} (virtual)" if metadata.virtual else metadata.device,
         "Version": f"anyaccel {metadata.versions.get('anyaccel', '')}".rstrip(),
     }
@@ -237,6 +248,9 @@ def find_differences(recorded: ImageMetadata, current: ImageMetadata) -> list[st
         before, after = getattr(recorded, name), getattr(current, name)
         if before != after:
             differences.append(f"the {name} was {before or 'unknown'} and is now {after or 'unknown'}")
+    if recorded.weights != current.weights:
+        before, after = recorded.weights or "not quantized", current.weights or "not quantized"
+        differences.append(f"the weights were {before} and are now {after}")
     if recorded.scheduler == current.scheduler and recorded.scheduler_config != current.scheduler_config:
         differences.append(f"the config of {current.scheduler} has changed")
     if recorded.device_kind != current.device_kind:

@@ -52,7 +52,9 @@ def load_model(request: GenerationRequest, listener: ProgressListener | None = N
         # First, because an unavailable device must be reported before diffusers is imported, which takes seconds.
         opened = resolve_device(request.device, PlacementOptions(dtype=request.dtype))
         fallback = _choose_virtual_dtype(opened, request.dtype)
-        placement_options = PlacementOptions(dtype=fallback.value if fallback else request.dtype, speed=request.speed)
+        placement_options = PlacementOptions(
+            dtype=fallback.value if fallback else request.dtype, speed=request.speed, weights=request.weights
+        )
         # A folder may have changed since the last call. The commit of a hub model is known only after loading.
         digest = None if model.kind == "hub" else find_revision(model)
         key = (model, digest, opened.sheet.name, opened.index, placement_options)
@@ -72,7 +74,7 @@ def load_uncached(
 ) -> LoadedModel:
     """Load the model for a request onto its device without using the model cache.
 
-    The dtype and speed level come from `placement_options`, not from the request.
+    The dtype, the speed level and the format of the weights come from `placement_options`, not from the request.
     """
     opened = resolve_device(request.device, placement_options)
     fallback = _choose_virtual_dtype(opened, placement_options.dtype)

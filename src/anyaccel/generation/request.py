@@ -13,7 +13,7 @@ from anyaccel.call_limits import SIDES, check_side, check_steps, read_seeds
 from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.errors import UsageError
 from anyaccel.generation.model_name import ResolvedModel, resolve_model
-from anyaccel.planning.options import check_speed
+from anyaccel.planning.options import check_speed, check_weights
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,8 @@ class GenerationRequest:
     """None for the preferred dtype of the device."""
     speed: str = "exact"
     """`exact`, `fast` or `draft`; `fast` changes the image a little, `draft` more."""
+    weights: str | None = None
+    """Format of quantized weights, such as `int8`; None to keep the weights as they are."""
 
 
 def make_request(
@@ -55,6 +57,7 @@ def make_request(
     *,
     dtype: str | torch.dtype | None = None,
     speed: str = "exact",
+    weights: str | None = None,
     revision: str | None = None,
     **call: Any,
 ) -> GenerationRequest:
@@ -86,7 +89,10 @@ def make_request(
     # Last, because it imports torch, which takes seconds; other mistakes are reported before.
     full_dtype = None if dtype is None else _read_dtype(dtype)
     check_speed(speed)
-    return GenerationRequest(model=resolved, images=images, call=call, device=device, dtype=full_dtype, speed=speed)
+    check_weights(weights)
+    return GenerationRequest(
+        model=resolved, images=images, call=call, device=device, dtype=full_dtype, speed=speed, weights=weights
+    )
 
 
 def _to_python_scalar(value: Any) -> Any:

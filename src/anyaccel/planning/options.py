@@ -16,6 +16,7 @@ __all__ = [
     "PlacementOptions",
     "check_residence",
     "check_speed",
+    "check_weights",
     "read_options",
     "read_parallel",
 ]
@@ -115,6 +116,14 @@ def check_speed(speed: str) -> None:
         )
 
 
+def check_weights(weights: str | None) -> None:
+    """Raise UsageError if `weights` is neither None nor one of `WEIGHT_FORMATS`."""
+    if weights not in (None, *WEIGHT_FORMATS):
+        formats = ", ".join(WEIGHT_FORMATS)
+        hint = nearest(str(weights), list(WEIGHT_FORMATS))
+        raise UsageError(f"weights must be one of {formats}, not {weights!r}", hint=hint)
+
+
 def read_parallel(text: str) -> tuple[str, int | None]:
     """Parse the `parallel` option: `context:4` becomes `("context", 4)`.
 
@@ -155,10 +164,7 @@ def _check(options: PlacementOptions) -> None:
     if not isinstance(options.compile, bool) and options.compile != "auto":
         hint = "for example compile=True, or omit it"
         raise UsageError(f"compile must be 'auto', True or False, not {options.compile!r}", hint=hint)
-    if options.weights not in (None, *WEIGHT_FORMATS):
-        formats = ", ".join(WEIGHT_FORMATS)
-        hint = nearest(str(options.weights), list(WEIGHT_FORMATS))
-        raise UsageError(f"weights must be one of {formats}, not {options.weights!r}", hint=hint)
+    check_weights(options.weights)
     check_speed(options.speed)
     if options.parallel is not None and read_parallel(options.parallel)[0] == "tensor" and options.weights is not None:
         raise UsageError(

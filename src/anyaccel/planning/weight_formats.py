@@ -55,13 +55,13 @@ def choose_weights(facts: PipelineFacts, options: PlacementOptions) -> Decision[
     if options.weights is not None:
         why = f"weights={options.weights!r} was requested"
     chosen = tuple((name, error.format) for name, error in errors.items())
+    if all(math.isnan(error.mean) for error in errors.values()):
+        return Decision(chosen, f"{why}; the error is not measured, because the weights are not loaded")
     return Decision(chosen, f"{why}; relative error of the weights: {'; '.join(map(_describe_error, errors.items()))}")
 
 
 def _describe_error(measured: tuple[str, WeightError]) -> str:
     name, error = measured
-    if math.isnan(error.mean):
-        return f"{name} not measured, because the weights are not loaded"
     return f"{name} {_percent(error.mean)}, worst layer {error.worst_layer} {_percent(error.worst)}"
 
 

@@ -74,6 +74,7 @@ class ServerSettings:
     device: str = "auto"
     dtype: str | None = None
     speed: str = "exact"
+    weights: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     keys: tuple[str, ...] = ()

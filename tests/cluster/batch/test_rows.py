@@ -136,6 +136,8 @@ def test_an_image_without_a_manifest_line_is_recognized_by_its_metadata(tmp_path
         assert folder.find_unfinished([other]) == [other], "the metadata has another seed"
         folder.image_path(other).write_bytes(image_content()[:200])
         assert folder.find_unfinished([other]) == [other], "the file is truncated"
+        folder.image_path(other).write_bytes(image_content(weights="int8"))
+        assert folder.find_unfinished([other]) == [other], "the weights were quantized"
         folder.record_once("revision", "another")
         third = row(3, num_inference_steps=2)
         folder.image_path(third).write_bytes(image_content())

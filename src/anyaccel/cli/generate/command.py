@@ -8,7 +8,7 @@ import typer
 
 from anyaccel.cli.generate.options import Options
 from anyaccel.cli.generate.runner import GenerateRun
-from anyaccel.cli.shared_options import AsJson, Dtype, ImageSize, Model, Steps, Text
+from anyaccel.cli.shared_options import AsJson, Dtype, ImageSize, Model, Steps, Text, Weights
 from anyaccel.cli.terminal_image import PROTOCOLS
 
 __all__ = ["run_generate"]
@@ -72,6 +72,7 @@ def run_generate(
     guidance: Guidance = None,
     dtype: Dtype = None,
     speed: OptionalSpeed = None,
+    weights: Weights = None,
     output: Output = None,
     prompts_file: PromptsFile = None,
     source: Source = None,
@@ -101,6 +102,7 @@ def run_generate(
             guidance=guidance,
             dtype=dtype,
             speed=speed,
+            weights=weights,
             output=output,
             grid=grid,
             force=force,

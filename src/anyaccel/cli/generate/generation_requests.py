@@ -40,6 +40,7 @@ def make_tasks(options: Options, prompts: Sequence[str], originals: Sequence[Ima
         options.seed,
         dtype=options.dtype,
         speed=options.speed or "exact",
+        weights=options.weights,
         **options.read_call(),
     )
     return [GenerateTask(request=request)]
@@ -56,7 +57,7 @@ def _regenerate(options: Options, original: ImageMetadata) -> GenerateTask:
     if options.model is not None:
         # The recorded commit belongs to the recorded model.
         overrides |= {"model": options.model, "revision": None}
-    optional = {"seed": options.seed, "dtype": options.dtype, "speed": options.speed}
+    optional = {"seed": options.seed, "dtype": options.dtype, "speed": options.speed, "weights": options.weights}
     overrides |= {name: value for name, value in optional.items() if value is not None}
     try:
         request = make_request(**(recorded | overrides | options.read_call()))

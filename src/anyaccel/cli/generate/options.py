@@ -42,6 +42,7 @@ class Options:
     guidance: float | None = None
     dtype: str | None = None
     speed: str | None = None
+    weights: str | None = None
     output: str | None = None
     grid: bool = False
     force: bool = False

@@ -139,7 +139,9 @@ class GenerateRun(ProgressListener):
         """Print the model, the device and the dtype, followed by notes, for example about a slow dtype."""
         plan, dtype = loaded.pipe.plan, loaded.pipe.plan.dtype.value
         virtual = " (virtual device; timings do not apply to hardware)" if plan.virtual else ""
-        self.display.print_line(f"{loaded.model.name} on {plan.device} in {dtype}{virtual}")
+        formats = " and ".join(dict.fromkeys(form for _, form in plan.weights.value))
+        precision = f"{dtype}, weights in {formats}" if formats else dtype
+        self.display.print_line(f"{loaded.model.name} on {plan.device} in {precision}{virtual}")
         if plan.virtual and self.options.dtype is None and self.options.source is None:
             self.display.print_line(f"note: {dtype}: {plan.dtype.reason}; use --dtype to choose another dtype")
         for note in find_notes(loaded, self.options.read_call(), self.options.read_prompts()):

@@ -29,6 +29,7 @@ class WorkerSettings:
     """Index of the device; None is the default device of the process."""
     dtype: str | None = None
     speed: str = "exact"
+    weights: str | None = None
     rows_per_call: int | None = None
     """Maximum number of rows of the same shape per pipeline call; None chooses for the device."""
     threads: int | None = None
@@ -92,9 +93,15 @@ class ImageWorker:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self.request = make_request(
-            "", settings.model, _device_name(settings), 0, dtype=settings.dtype, speed=settings.speed
+            "",
+            settings.model,
+            _device_name(settings),
+            0,
+            dtype=settings.dtype,
+            speed=settings.speed,
+            weights=settings.weights,
         )
-        options = PlacementOptions(dtype=self.request.dtype, speed=settings.speed)
+        options = PlacementOptions(dtype=self.request.dtype, speed=settings.speed, weights=settings.weights)
         self.loaded = load_uncached(self.request, options, ProgressListener())
         self.loaded.pipe.set_progress_bar_config(disable=True)
         plan = self.loaded.pipe.plan

@@ -215,6 +215,8 @@ class OutputFolder:
         expected = {"prompt": row.prompt, "seed": row.seed, **row.call}
         if any(arguments.get(name) != value for name, value in expected.items()) or metadata.model != self.run["model"]:
             return False
+        if metadata.weights != self.run.get("weights"):
+            return False
         # The run has these two only after the first worker has loaded the model.
         if any(getattr(metadata, name) != self.run.get(name) for name in ("revision", "dtype") if name in self.run):
             return False

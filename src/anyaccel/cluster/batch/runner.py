@@ -138,7 +138,9 @@ class BatchRun:
                 )
         self.workers[event.worker].facts = facts
         virtual = " (virtual device; timings do not apply to hardware)" if facts.virtual else ""
-        self.listener.on_message(f"worker {event.worker}: {facts.pipeline} on {facts.device} in {facts.dtype}{virtual}")
+        weights = self.workers[event.worker].settings.weights
+        precision = facts.dtype if weights is None else f"{facts.dtype}, weights in {weights}"
+        self.listener.on_message(f"worker {event.worker}: {facts.pipeline} on {facts.device} in {precision}{virtual}")
         self.listener.on_phase("rows")
         # The rate that is shown does not include the time to load the model.
         if self.generated == 0:

@@ -36,12 +36,13 @@ class BatchJob:
 def run_batch(job: BatchJob, listener: ProgressListener) -> BatchSummary:
     """Generate an image for each input row that has no image in the output folder yet."""
     from anyaccel.generation.model_name import resolve_model
-    from anyaccel.planning.options import check_speed
+    from anyaccel.planning.options import check_speed, check_weights
 
     # Everything cheap is checked before workers are found, and before the folder is created.
+    check_speed(job.settings.speed)
+    check_weights(job.settings.weights)
     rows, digest = read_rows(job.source)
     model = resolve_model(job.settings.model)
-    check_speed(job.settings.speed)
     pool, workers, slots = _create_pool(job)
     run = {
         "input": digest,
@@ -50,6 +51,7 @@ def run_batch(job: BatchJob, listener: ProgressListener) -> BatchSummary:
         "device": str(DeviceSpec(name=slots.name, virtual=slots.virtual)),
         "asked_dtype": job.settings.dtype,
         "speed": job.settings.speed,
+        "weights": job.settings.weights,
     }
     # Locked until the end, so that a second process cannot write to the same folder.
     with OutputFolder(job.out, run) as folder:

@@ -135,6 +135,7 @@ def describe_model(facts: ModelFacts, created: int) -> dict[str, Any]:
         "device": facts.device,
         "virtual": facts.virtual,
         "dtype": facts.dtype,
+        "weights": facts.weights,
         "tasks": list(facts.tasks),
         "sizes": [f"{width}x{height}" for width, height in facts.sizes],
         "other_sizes": not facts.fixed_sizes,

@@ -74,6 +74,8 @@ class ModelFacts:
     max_concurrent: int
     """Maximum number of images per batch."""
     plan: str
+    weights: str | None = None
+    """Format to which the weights are quantized."""
     loras: tuple[str, ...] = ()
 
 

@@ -55,8 +55,12 @@ class ServedModel:
 
     def __init__(self, served: ServedName, settings: ServerSettings, listener: ProgressListener | None = None) -> None:
         self.name, self.settings = served.name, settings
-        request = make_request("", served.model, settings.device, 0, dtype=settings.dtype, speed=settings.speed)
-        options = PlacementOptions(dtype=request.dtype, speed=request.speed, expected_images=_EXPECTED_IMAGES)
+        request = make_request(
+            "", served.model, settings.device, 0, dtype=settings.dtype, speed=settings.speed, weights=settings.weights
+        )
+        options = PlacementOptions(
+            dtype=request.dtype, speed=request.speed, weights=request.weights, expected_images=_EXPECTED_IMAGES
+        )
         self.loaded: LoadedModel = load_uncached(request, options, listener)
         self.pipe = self.loaded.pipe
         self.pipe.set_progress_bar_config(disable=True)
@@ -83,6 +87,7 @@ class ServedModel:
             device=plan.device,
             virtual=plan.virtual,
             dtype=plan.dtype.value,
+            weights=self.settings.weights,
             tasks=tuple(self.pipes),
             parameters={task: tuple(_parameters(pipe)) for task, pipe in self.pipes.items()},
             multiple=find_size_multiple(self.pipe) or 1,
