@@ -16,6 +16,7 @@ from anyaccel.bench.text import format_bench
 from anyaccel.bench.worker import _BenchWorker
 from anyaccel.errors import UsageError
 from anyaccel.recipes import recipes
+from anyaccel.runtime.pipeline import Portable
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,18 @@ def test_variants_generate_the_same_image_in_turn(fast: bool, folder: Path) -> N
         assert "step_skipping" in row["variants"]["anyaccel fast"]["plan"]
         assert row["fast_psnr_db"] is not None, "it is another image"
         assert "speed='fast' is" in text
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", None])
+def test_variants_load_the_same_weights(dtype: str | None, folder: Path) -> None:
+    case = BenchCase(model=str(folder), device="cpu", dtype=dtype)
+    stock, ours = make_pipeline(case, "stock eager"), make_pipeline(case, "anyaccel")
+    assert isinstance(ours, Portable)
+    assert not isinstance(stock, Portable)
+    for name in ("unet", "vae", "text_encoder"):
+        expected = getattr(stock, name).state_dict()
+        assert all(torch.equal(value, expected[key]) for key, value in getattr(ours, name).state_dict().items())
+        assert getattr(ours, name).dtype == (torch.bfloat16 if dtype else torch.float32)
 
 
 @pytest.mark.slow

@@ -11,8 +11,9 @@ import torch
 from anyaccel.backends.device import open_device
 from anyaccel.bench.case import ANYACCEL, FAST, OFFLOADED, BenchCase
 from anyaccel.explanation.model_configs import find_model
-from anyaccel.runtime.pipeline import place
+from anyaccel.runtime.pipeline import DiffusionPipeline, place
 from anyaccel.tracing.meta_pipeline import build_components
+from anyaccel.upstream.diffusers_internals import read_dtype_argument
 
 __all__ = ["is_left_out", "make_call", "make_pipeline"]
 
@@ -24,29 +25,34 @@ _DENOISERS = ("unet", "transformer", "transformer_2")
 
 def make_pipeline(case: BenchCase, variant: str) -> Any:
     """Create the pipeline for a case and a variant, and place it on the case's device."""
-    opened = open_device(case.device)
-    device = opened.tensor_device
-    stock = _make_random(case, device) if case.random else _load(case)
-    dtype = getattr(torch, case.dtype) if case.dtype else None
-    if variant in ANYACCEL:
-        options = {**({"dtype": case.dtype} if case.dtype else {}), **case.options}
-        options |= {"speed": "fast"} if variant == FAST else {}
-        # Offloaded weights move in every call, so compiling would only make the first one slower.
-        options |= {"memory": case.offload, "compile": False} if variant == OFFLOADED else {}
-        pipe = place(stock, case.device, **options)
-    else:
-        pipe = stock.to(device, dtype) if dtype else stock.to(device)
+    pipe = _make_portable(case, variant) if variant in ANYACCEL else _make_stock(case)
     if variant == "stock compiled":
         _compile(pipe, case.stock_compile)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
-def _load(case: BenchCase) -> Any:
+def _make_portable(case: BenchCase, variant: str) -> Any:
+    options = {**({"dtype": case.dtype} if case.dtype else {}), **case.options}
+    options |= {"speed": "fast"} if variant == FAST else {}
+    # Offloaded weights move in every call, so compiling would only make the first one slower.
+    options |= {"memory": case.offload, "compile": False} if variant == OFFLOADED else {}
+    if case.random:
+        return place(_make_random(case, open_device(case.device).tensor_device), case.device, **options)
+    return DiffusionPipeline.from_pretrained(case.model, device=case.device, **options)
+
+
+def _make_stock(case: BenchCase) -> Any:
     import diffusers
 
+    device = open_device(case.device).tensor_device
+    dtype = getattr(torch, case.dtype) if case.dtype else None
+    if case.random:
+        pipe = _make_random(case, device)
+        return pipe.to(device, dtype) if dtype else pipe.to(device)
     library: Any = diffusers
-    return library.DiffusionPipeline.from_pretrained(case.model)
+    options = {read_dtype_argument(): dtype} if dtype else {}
+    return library.DiffusionPipeline.from_pretrained(case.model, **options).to(device)
 
 
 def _make_random(case: BenchCase, device: torch.device) -> Any:

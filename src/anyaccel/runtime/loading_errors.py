@@ -10,6 +10,7 @@ from typing import Any
 from anyaccel.embedded.model import NAME
 from anyaccel.errors import AnyaccelError, MissingLibraryError, ModelError, ModelFileError, first_line
 from anyaccel.upstream.diffusers_quantizers import allow_bitsandbytes_on_cpu, find_single_file_error
+from anyaccel.upstream.hub_downloads import FailedDownload, find_download_error, find_failed_download, showing_one_bar
 
 __all__ = ["call_diffusers"]
 
@@ -20,7 +21,7 @@ _QUANTIZATION_LIBRARIES = ("bitsandbytes", "gguf", "optimum-quanto", "torchao")
 def call_diffusers(function: Callable[..., Any], model: str, options: dict[str, Any]) -> Any:
     """Call a diffusers loading function, and convert its errors to a `ModelError` with a hint."""
     try:
-        with allow_bitsandbytes_on_cpu():
+        with allow_bitsandbytes_on_cpu(), showing_one_bar():
             return function(model, **options)
     except AnyaccelError:
         raise
@@ -32,7 +33,10 @@ def call_diffusers(function: Callable[..., Any], model: str, options: dict[str, 
             f"cannot load {model}: it has weights that were quantized with {library}: {first_line(error)}",
             hint=f"pip install {library}",
         ) from error
-    except (OSError, ValueError, LookupError, AttributeError, find_single_file_error()) as error:
+    except (OSError, ValueError, LookupError, AttributeError, find_single_file_error(), find_download_error()) as error:
+        failed = find_failed_download(error)
+        if failed is not None:
+            raise _make_download_error(failed, error) from error
         message = first_line(error)
         hint = f"check that the files in {model} are complete"
         if not Path(model).exists():
@@ -45,3 +49,13 @@ def call_diffusers(function: Callable[..., Any], model: str, options: dict[str, 
         # The class of the error in diffusers: scripts catch it to download the model or to load another variant.
         kind = ModelFileError if isinstance(error, OSError) else ModelError
         raise kind(f"cannot load {model}: {message}", hint=hint) from error
+
+
+def _make_download_error(failed: FailedDownload, error: Exception) -> ModelFileError:
+    hint = "check the network connection, then load the model again: files that are complete are not downloaded again"
+    if failed.is_gated:
+        hint = f"accept the conditions at https://huggingface.co/{failed.repository}, then run `hf auth login`"
+    return ModelFileError(
+        f"cannot download {failed.file} of {failed.repository}: {first_line(error)}",
+        hint=hint,
+    )
