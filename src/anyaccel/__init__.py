@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from anyaccel.generation.generate import Result as Result
     from anyaccel.generation.generate import generate as generate
     from anyaccel.planning.plan import Plan as Plan
-    from anyaccel.runtime.pipeline import AutoPipelineForImage2Image as AutoPipelineForImage2Image
-    from anyaccel.runtime.pipeline import AutoPipelineForInpainting as AutoPipelineForInpainting
-    from anyaccel.runtime.pipeline import AutoPipelineForText2Image as AutoPipelineForText2Image
+    from anyaccel.runtime.auto_pipelines import AutoPipelineForImage2Image as AutoPipelineForImage2Image
+    from anyaccel.runtime.auto_pipelines import AutoPipelineForInpainting as AutoPipelineForInpainting
+    from anyaccel.runtime.auto_pipelines import AutoPipelineForText2Image as AutoPipelineForText2Image
     from anyaccel.runtime.pipeline import DiffusionPipeline as DiffusionPipeline
     from anyaccel.runtime.pipeline import ModularPipeline as ModularPipeline
     from anyaccel.runtime.pipeline import place as place
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 # The module that defines each public name. Not a scan of the modules: importing them would import torch.
 _MODULES = {
     "AnyaccelError": "anyaccel.errors",
-    "AutoPipelineForImage2Image": "anyaccel.runtime.pipeline",
-    "AutoPipelineForInpainting": "anyaccel.runtime.pipeline",
-    "AutoPipelineForText2Image": "anyaccel.runtime.pipeline",
+    "AutoPipelineForImage2Image": "anyaccel.runtime.auto_pipelines",
+    "AutoPipelineForInpainting": "anyaccel.runtime.auto_pipelines",
+    "AutoPipelineForText2Image": "anyaccel.runtime.auto_pipelines",
     "Backend": "anyaccel.backends",
     "Device": "anyaccel.backends.availability",
     "DiffusionPipeline": "anyaccel.runtime.pipeline",

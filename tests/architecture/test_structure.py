@@ -109,6 +109,7 @@ def test_public_names() -> None:
         "DiffusionPipeline",
         "Driver",
         "Memory",
+        "ModularPipeline",
         "Plan",
         "Report",
         "Result",

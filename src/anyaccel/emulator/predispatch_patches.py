@@ -137,9 +137,9 @@ def _swap_parameters(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _swap_referenced(swap: Callable[..., None]) -> Callable[..., None]:
-    """Make `torch.utils.swap_tensors` accept virtual tensors that an autograd graph references.
+    """Make `torch.utils.swap_tensors` accept virtual tensors that an autograd graph or a weak reference refers to.
 
-    On real devices, a module can be moved while a graph references its parameters.
+    On real devices, a module can be moved while a graph or a weak reference refers to its parameters.
     """
 
     @functools.wraps(swap)
@@ -149,7 +149,7 @@ def _swap_referenced(swap: Callable[..., None]) -> Callable[..., None]:
         except RuntimeError as error:
             # Raised before any change to the tensors. torch asks for the gradient edge of a referenced tensor, which
             # fails for a tensor that does not require a gradient.
-            is_referenced = "use_count" in str(error) or "gradient edge" in str(error)
+            is_referenced = any(cause in str(error) for cause in ("use_count", "gradient edge", "weakref"))
             if not is_referenced or not (isinstance(t1, VirtualTensor) or isinstance(t2, VirtualTensor)):
                 raise
             swap_referenced_tensors(t1, t2)

@@ -53,13 +53,12 @@ from anyaccel.upstream.diffusers_internals import has_custom_processors
 from anyaccel.upstream.torch_compile_internals import unwrap_compiled
 
 __all__ = [
-    "AutoPipelineForImage2Image",
-    "AutoPipelineForInpainting",
-    "AutoPipelineForText2Image",
     "DiffusionPipeline",
     "ModularPipeline",
     "Portable",
+    "derive_portable",
     "load_onto",
+    "load_portable",
     "make_portable",
     "place",
 ]
@@ -366,7 +365,7 @@ class DiffusionPipeline(Portable, diffusers.DiffusionPipeline):
         is moved there before the next one is loaded, so host memory holds at most one of them.
         """
         plain = vars(cls).get("_plain_class", diffusers.DiffusionPipeline)
-        return _load_portable(plain, pretrained_model_name_or_path, options)
+        return load_portable(plain, pretrained_model_name_or_path, options)
 
     @classmethod
     def from_single_file(cls, pretrained_model_link_or_path: Any, **options: Any) -> Any:
@@ -375,12 +374,12 @@ class DiffusionPipeline(Portable, diffusers.DiffusionPipeline):
         `config=` is the folder or Hub ID of a pipeline with the same architecture.
         """
         plain = vars(cls).get("_plain_class", diffusers.DiffusionPipeline)
-        return _load_portable(plain, pretrained_model_link_or_path, options)
+        return load_portable(plain, pretrained_model_link_or_path, options)
 
     @classmethod
     def from_pipe(cls, pipeline: Any, **options: Any) -> Any:
         """Create a pipeline of this class from the components of another one, on the same device."""
-        return _derive_portable(vars(cls).get("_plain_class", plain_class(pipeline)), pipeline, options)
+        return derive_portable(vars(cls).get("_plain_class", plain_class(pipeline)), pipeline, options)
 
 
 class ModularPipeline(Portable, diffusers.ModularPipeline):
@@ -395,42 +394,11 @@ class ModularPipeline(Portable, diffusers.ModularPipeline):
         code work as in `DiffusionPipeline.from_pretrained`.
         """
         plain = vars(cls).get("_plain_class", diffusers.ModularPipeline)
-        return _load_portable(plain, pretrained_model_name_or_path, options)
+        return load_portable(plain, pretrained_model_name_or_path, options)
 
 
-class _AutoPipeline:
-    """Base class for auto pipelines, which choose the pipeline class for a model and a task."""
-
-    def __init__(self) -> None:
-        raise UsageError(
-            f"{type(self).__name__} cannot be instantiated directly",
-            hint=f"use {type(self).__name__}.from_pretrained(model)",
-        )
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_or_path: Any, **options: Any) -> Any:
-        """Load the pipeline for this task from a Hub ID or a local folder."""
-        return _load_portable(getattr(diffusers, cls.__name__), pretrained_model_or_path, options)
-
-    @classmethod
-    def from_pipe(cls, pipeline: Any, **options: Any) -> Any:
-        """Create the pipeline for this task from the components of another one, on the same device."""
-        return _derive_portable(getattr(diffusers, cls.__name__), pipeline, options)
-
-
-class AutoPipelineForText2Image(_AutoPipeline):
-    """A variant of `diffusers.AutoPipelineForText2Image` that supports every device."""
-
-
-class AutoPipelineForImage2Image(_AutoPipeline):
-    """A variant of `diffusers.AutoPipelineForImage2Image` that supports every device."""
-
-
-class AutoPipelineForInpainting(_AutoPipeline):
-    """A variant of `diffusers.AutoPipelineForInpainting` that supports every device."""
-
-
-def _load_portable(kind: Any, model: Any, options: dict[str, Any]) -> Any:
+def load_portable(kind: Any, model: Any, options: dict[str, Any]) -> Any:
+    """Load a pipeline with diffusers; place it if `options` name a device."""
     requested, device = take_placement_options(options), options.pop("device", None)
     if device is not None:
         return load_onto(kind, model, options, resolve_device(device, requested), requested)
@@ -460,7 +428,8 @@ def load_onto(
     return pipe
 
 
-def _derive_portable(kind: Any, pipeline: Any, options: dict[str, Any]) -> Any:
+def derive_portable(kind: Any, pipeline: Any, options: dict[str, Any]) -> Any:
+    """Create a pipeline from the components of another one, on the same device."""
     pipe, placement_options = derive_pipeline(kind, pipeline, options)
     if find_placement(make_portable(pipe)) is None:
         store_options(pipe, placement_options)

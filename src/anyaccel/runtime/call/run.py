@@ -27,8 +27,9 @@ from anyaccel.runtime.keyword_use import reads_keyword
 from anyaccel.runtime.library_code import find_user_code_in_call
 from anyaccel.runtime.placement.float32_weights import read_float32_weights, restore_float32_weights
 from anyaccel.runtime.placement.inherit import follow_models
+from anyaccel.runtime.placement.new_models import place_new_models
 from anyaccel.runtime.placement.oom_retry import run_within_memory, weights_on_cpu
-from anyaccel.runtime.placement.place import place_in_smaller_dtype, place_new_models
+from anyaccel.runtime.placement.place import place_in_smaller_dtype
 from anyaccel.runtime.placement.quantized_layers import check_no_merged_adapters
 from anyaccel.runtime.placement.row_split import split_rows
 from anyaccel.runtime.placement_state import Placement, find_placement

@@ -39,6 +39,7 @@ from anyaccel.runtime.introspection import find_components, find_models, list_de
 from anyaccel.runtime.placement.float32_weights import read_float32_weights, restore_float32_weights
 from anyaccel.runtime.placement.group_offload import is_streamed
 from anyaccel.runtime.placement.memory_plan import list_pipeline_residences, plan_weights
+from anyaccel.runtime.placement.new_models import choose_new_dtype
 from anyaccel.runtime.placement.offload import move_to_cpu
 from anyaccel.runtime.placement.oom_retry import clear_traceback_frames, free_memory, move_weights
 from anyaccel.runtime.placement.quantized_layers import (
@@ -63,7 +64,6 @@ from anyaccel.upstream.torch_internals import allow_half_precision_attention
 __all__ = [
     "attach_placement",
     "place_in_smaller_dtype",
-    "place_new_models",
     "place_pipeline",
     "plan_pipeline",
     "replan",
@@ -130,8 +130,13 @@ def plan_pipeline(pipe: Any, opened: OpenDevice, options: PlacementOptions, dtyp
     )
 
 
-def _replace_unsupported_layers(models: dict[str, torch.nn.Module], opened: OpenDevice) -> None:
-    replace_unsupported_layers(models, opened.sheet, virtual=find_device(opened.sheet.name).virtual)
+def _change_weights(pipe: Any, opened: OpenDevice, options: PlacementOptions, before: Placement | None) -> None:
+    """Quantize the weights as requested, and replace the quantized layers that cannot run on the device."""
+    unquantized = find_models_to_quantize(pipe, options.weights)
+    if unquantized:
+        _undo(pipe, before)  # streamed layers cannot be replaced
+        quantize_models(unquantized, options.weights)
+    replace_unsupported_layers(find_models(pipe), opened.sheet, virtual=find_device(opened.sheet.name).virtual)
 
 
 class _Cast(NamedTuple):
@@ -174,11 +179,7 @@ def place_pipeline(
     # A residence that an earlier placement accepted is not checked again.
     if offloaded is None and (before is None or before.options.memory != options.memory):
         check_residence(options.memory, unified_memory=opened.sheet.unified_memory)
-    unquantized = find_models_to_quantize(pipe, options.weights)
-    if unquantized:
-        _undo(pipe, before)  # streamed layers cannot be replaced
-        quantize_models(unquantized, options.weights)
-    _replace_unsupported_layers(find_models(pipe), opened)
+    _change_weights(pipe, opened, options, before)
     earlier = before.loaded if before else {}
     loaded = {name: earlier.get(name) or read_dtype(model) for name, model in find_models(pipe).items()}
     plan = plan_pipeline(pipe, opened, options, dtype)
@@ -245,7 +246,7 @@ def _keep_user_dtypes(pipe: Any, plan: Plan, before: Placement | None, sheet: Sh
     for name, model in find_models(pipe).items():
         dtype = read_dtype(model)
         if not _is_placed(name, model, before):
-            own[name] = _choose_new_dtype(dtype, before)
+            own[name] = choose_new_dtype(dtype, before)
         elif name not in recovered and before.placed_dtypes.get(name) not in (None, dtype):
             own[name] = dtype
     planned = dict(plan.component_dtypes.value)
@@ -412,48 +413,6 @@ def attach_placement(
     set_placement(pipe, placement)
     if not inherited:
         record_placed_models(models.values(), placement)
-
-
-def place_new_models(pipe: Any, placement: Placement) -> None:
-    """Move and cast the models that the user has added or replaced since the pipeline was placed."""
-    placed = {name: reference() for name, reference in placement.placed.items()}
-    new = {name: model for name, model in find_models(pipe).items() if placed.get(name) is not model}
-    if not new:
-        return
-    quantize_models(find_models_to_quantize(pipe, placement.options.weights), placement.options.weights)
-    _replace_unsupported_layers(new, placement.opened)
-    placement.placed |= {name: weakref.ref(model) for name, model in new.items()}
-    placement.call_plans.clear()
-    facts = read_facts(pipe)
-    placement.denoisers = facts.denoisers
-    if placement.offloaded_by_user:
-        return
-    if placement.residence != "resident":
-        placement.residence = None  # the next rule then moves all models, including the new ones
-    quantized = {component.name for component in facts.components if component.quantized}
-    target = placement.device if placement.residence == "resident" else torch.device("cpu")
-    with (
-        torch.no_grad(),
-        make_pipeline_function_mode(placement.plan, placement.device),
-        drop_log_records(*FLOAT32_ADVICE),
-    ):
-        for name, model in new.items():
-            own = read_dtype(model)
-            dtype = own if name in quantized else _choose_new_dtype(own, placement)
-            # Some modules of a model that keeps its dtype may have another one.
-            model.to(target) if dtype == own else model.to(target, getattr(torch, dtype))
-            placement.own_dtypes[name] = placement.placed_dtypes[name] = dtype
-    record_placed_models(new.values(), placement)
-
-
-def _choose_new_dtype(loaded: str, placement: Placement) -> str:
-    """Return the dtype for a model that the user assigned: its own, as in diffusers, if the device supports it.
-
-    If anyaccel chose the dtype of a pipeline that was loaded in float32, a model in float32 is cast like the others.
-    """
-    chosen = placement.plan.dtype.value
-    is_automatic = placement.options.dtype is None and chosen not in placement.loaded.values()
-    return chosen if is_automatic and loaded == "float32" else placement.opened.sheet.adjusted_dtype(loaded)
 
 
 def _apply_process_settings(plan: Plan, opened: OpenDevice) -> None:

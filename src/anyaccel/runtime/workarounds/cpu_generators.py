@@ -47,6 +47,6 @@ def use_cpu_generators(device: torch.device) -> Iterator[None]:
 def _replace(original: Any) -> Any:
     def build(device: Any = "cpu") -> Any:
         is_replaced = torch.device(device).type == getattr(_active, "device_type", None)
-        return original("cpu" if is_replaced else device)
+        return original(device="cpu") if is_replaced else original(device)
 
     return replace_class(original, build)

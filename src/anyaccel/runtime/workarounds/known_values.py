@@ -26,12 +26,13 @@ Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 # Below the size from which torch computes elementwise operations with several threads (at::internal::GRAIN_SIZE).
 _MAX_ELEMENTS = 32768
 
+_TO_CPU, _TO_CUDA = Tensor.cpu.__name__, Tensor.cuda.__name__
 _READS = {
-    "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__", "cpu", "numpy", "to", "nonzero",
-    "argwhere",
+    _TO_CPU, "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__", "numpy", "to",
+    "nonzero", "argwhere",
 }  # fmt: skip
 _CASTS = {
-    "to", "cuda", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "clone",
+    _TO_CUDA, "to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "clone",
     "contiguous",
 }  # fmt: skip
 # The values of the first argument have no effect.
@@ -108,7 +109,7 @@ class KnownValues:
         self, func: Any, name: str, known: Tensor, more: tuple[Any, dict[str, Any]], dtype: torch.dtype, run: Run
     ) -> Any:
         """Return the result of a function that reads a tensor, computed from its known value."""
-        if name in ("cpu", "to"):
+        if name in (_TO_CPU, "to"):
             return known.to(dtype, copy=True)
         result = func(known.clone() if name == "numpy" else known, *more[0], **more[1])
         if name in ("nonzero", "argwhere"):
@@ -154,7 +155,7 @@ class KnownValues:
         if any(value is _UNKNOWN for value in (*cpu_args, *cpu_kwargs.values())):
             return
         if "device" in kwargs:
-            cpu_kwargs["device"] = "cpu"
+            cpu_kwargs |= {"device": "cpu"}
         values = func(*cpu_args, **cpu_kwargs)
         for tensor, value in zip(results, values if isinstance(values, list | tuple) else (values,), strict=True):
             # An array given to `as_tensor` shares its memory with the result.

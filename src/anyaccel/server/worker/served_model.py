@@ -21,10 +21,10 @@ from anyaccel.generation.model_loading import LoadedModel, load_uncached
 from anyaccel.generation.request import make_request
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.progress import ProgressListener
+from anyaccel.runtime.auto_pipelines import AutoPipelineForImage2Image, AutoPipelineForInpainting
 from anyaccel.runtime.call.validation import find_size_multiple
 from anyaccel.runtime.call_request import read_call_request
 from anyaccel.runtime.introspection import plain_class
-from anyaccel.runtime.pipeline import AutoPipelineForImage2Image, AutoPipelineForInpainting
 from anyaccel.runtime.placement.memory_plan import find_default_side, list_call_rules, plan_call
 from anyaccel.runtime.placement.oom_retry import apply_rule, clear_traceback_frames
 from anyaccel.runtime.placement_state import find_placement
