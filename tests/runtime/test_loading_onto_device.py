@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import anyaccel
+from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.recipes import recipes
 from anyaccel.runtime.weight_files import moving
 from anyaccel.upstream.diffusers_internals import read_dtype_argument
@@ -56,13 +58,16 @@ def assert_same(ours: Any, stock: Any, device: str) -> None:
                                   "sana", "pixart-alpha"])  # fmt: skip
 def test_same_as_stock(name: str, device: str, tmp_path: Path) -> None:
     folder = save(name, tmp_path)
-    stock = LIBRARY.DiffusionPipeline.from_pretrained(folder, **{DTYPE: torch.bfloat16})
-    with anyaccel.virtual("npu"):
+
+    def use(_: VirtualAccelerator) -> None:
+        stock = LIBRARY.DiffusionPipeline.from_pretrained(folder, **{DTYPE: torch.bfloat16})
         pipe = anyaccel.DiffusionPipeline.from_pretrained(folder, device=device, dtype="bfloat16")
         assert pipe.plan.device.startswith(device)
         if device != "cpu":  # this device stores int64 as int32
             stock = anyaccel.place(stock, device)
         assert_same(pipe, stock, device)
+
+    run_forked("npu", use)
 
 
 def test_components_move_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,23 +82,30 @@ def test_components_move_one_after_the_other(tmp_path: Path, monkeypatch: pytest
             devices.append(next(component.parameters()).device.type)
 
     monkeypatch.setattr(moving.ComponentMover, "move", record)
-    with anyaccel.virtual("npu"):
+
+    def use(_: VirtualAccelerator) -> list[str]:
         anyaccel.DiffusionPipeline.from_pretrained(folder, device="npu", dtype="bfloat16")
-    assert devices == ["npu"] * 4
+        return devices
+
+    assert run_forked("npu", use) == ["npu"] * 4
 
 
 def test_components_that_do_not_fit_stay_on_the_host(tmp_path: Path) -> None:
     folder = save("stable-diffusion", tmp_path)
-    with anyaccel.virtual("npu", memory="256KiB"):
+
+    def use(_: VirtualAccelerator) -> None:
         pipe = anyaccel.DiffusionPipeline.from_pretrained(folder, device="npu", dtype="bfloat16")
         assert pipe.plan.memory_in_use.value.residence != "resident"
         assert {tensor.device.type for tensor in read_tensors(pipe).values()} == {"cpu"}
+
+    run_forked("npu", use, memory="256KiB")
 
 
 def test_options_of_the_placement(tmp_path: Path) -> None:
     folder = save("stable-diffusion", tmp_path)
     scheduler = LIBRARY.EulerDiscreteScheduler()
-    with anyaccel.virtual("npu"):
+
+    def use(_: VirtualAccelerator) -> None:
         pipe = anyaccel.DiffusionPipeline.from_pretrained(
             folder, device="npu", memory="component", scheduler=scheduler, safety_checker=None
         )
@@ -101,3 +113,5 @@ def test_options_of_the_placement(tmp_path: Path) -> None:
         assert pipe.scheduler is scheduler
         assert pipe.safety_checker is None
         assert pipe.dtype == torch.bfloat16 if pipe.plan.dtype.value == "bfloat16" else torch.float16
+
+    run_forked("npu", use)

@@ -81,30 +81,32 @@ def test_same_image_as_stock_diffusers(folder: Path, device: str) -> None:
 
 
 def test_components_move_one_after_the_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    utils = LIBRARY.modular_pipelines.modular_pipeline_utils
+    load = utils.ComponentSpec.load
     devices: list[str] = []
-    load = LIBRARY.modular_pipelines.modular_pipeline_utils.ComponentSpec.load
-    with anyaccel.virtual("npu"):
-        loaded: list[Any] = []
+    loaded: list[Any] = []
 
-        def record(spec: Any, **options: Any) -> Any:
-            devices.extend(
-                next(model.parameters()).device.type for model in loaded if isinstance(model, torch.nn.Module)
-            )
-            loaded[:] = [load(spec, **options)]
-            return loaded[0]
+    def record(spec: Any, **options: Any) -> Any:
+        devices.extend(next(model.parameters()).device.type for model in loaded if isinstance(model, torch.nn.Module))
+        loaded[:] = [load(spec, **options)]
+        return loaded[0]
 
-        monkeypatch.setattr(LIBRARY.modular_pipelines.modular_pipeline_utils.ComponentSpec, "load", record)
+    def use(_: VirtualAccelerator) -> set[str]:
+        monkeypatch.setattr(utils.ComponentSpec, "load", record)
         pipe = anyaccel.ModularPipeline.from_pretrained(folder, device="npu", dtype="bfloat16")
         assert {pipe.vae.device.type, pipe.unet.device.type} == {"npu"}
-    assert devices
-    assert set(devices) == {"npu"}
+        return set(devices)
+
+    assert run_forked("npu", use) == {"npu"}
 
 
 def test_weights_that_do_not_fit_stay_on_the_host(folder: Path) -> None:
-    with anyaccel.virtual("npu", memory="256KiB"):
+    def use(_: VirtualAccelerator) -> None:
         pipe = anyaccel.ModularPipeline.from_pretrained(folder, device="npu", dtype="bfloat16")
         assert pipe.plan.memory_in_use.value.residence != "resident"
         assert pipe.text_encoder.device.type == "cpu"
+
+    run_forked("npu", use, memory="256KiB")
 
 
 def test_a_seed_selects_the_image(folder: Path) -> None:

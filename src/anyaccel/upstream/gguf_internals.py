@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["dequantize_blocks", "is_language_model", "name_kind", "quantize_blocks", "read_block_sizes", "read_kinds"]
 
@@ -26,6 +29,7 @@ def quantize_blocks(values: torch.Tensor, name: str) -> tuple[torch.Tensor, int]
     Blocks of a tensor on `meta` are on `meta`, too.
     """
     import gguf
+    import torch
 
     kind = gguf.GGMLQuantizationType[name]
     count, size = gguf.GGML_QUANT_SIZES[kind]
