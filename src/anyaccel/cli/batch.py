@@ -83,17 +83,7 @@ def generate_batch(
             if ray is not None:
                 leave()
     except (KeyboardInterrupt, TerminatedError) as error:
-        # Before the input is read, the total is 0 and there is nothing to resume.
-        progress = (
-            f": {display.done} of {display.total} rows are finished; run the same command again to resume"
-            if display.total
-            else ""
-        )
-        outcome, status = (
-            ("terminated", TERMINATED) if isinstance(error, TerminatedError) else ("interrupted", INTERRUPTED)
-        )
-        display.print_line(f"{outcome}{progress}")
-        raise typer.Exit(status) from None
+        raise typer.Exit(_report_interruption(error, display)) from None
     finally:
         display.clear()
     manifest = out / "manifest.jsonl"
@@ -105,3 +95,16 @@ def generate_batch(
         print(f"{summary.done} of {summary.rows} images{earlier}{failed}: {manifest}")
     if summary.failed:
         raise typer.Exit(1)
+
+
+def _report_interruption(error: BaseException, display: Display) -> int:
+    """Print how many rows are finished, and return the exit status."""
+    # Before the input is read, the total is 0 and there is nothing to resume.
+    progress = (
+        f": {display.done} of {display.total} rows are finished; run the same command again to resume"
+        if display.total
+        else ""
+    )
+    outcome, status = ("terminated", TERMINATED) if isinstance(error, TerminatedError) else ("interrupted", INTERRUPTED)
+    display.print_line(f"{outcome}{progress}")
+    return status
