@@ -40,7 +40,7 @@ def quantize_model(model: torch.nn.Module, weights: str) -> None:
         for layer in find_layers(model, weights).values():
             weight = layer.weight.detach()
             # On the CPU: the codes are then the same for every device.
-            values = weight.to("meta" if weight.is_meta else "cpu", torch.float32)
+            values = weight.float() if weight.is_meta else weight.to("cpu", torch.float32)
             form, parts = quantize_weight(values, weights)
             error = _measure_error(values, form.dequantize(parts))
             moved = {name: part.to(weight.device) for name, part in parts.items()}
