@@ -9,6 +9,8 @@ import pytest
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
+from anyaccel.explanation.device_argument import find_device_target
+from anyaccel.explanation.text import describe_explanation
 from anyaccel.planning.memory import Forecast
 from anyaccel.planning.options import WEIGHT_FORMATS
 from anyaccel.runtime.call_request import read_call_request
@@ -83,3 +85,50 @@ def test_the_forecast_is_that_of_the_h200_measurement() -> None:
     assert plan.forecast is not None
     assert plan.forecast.peak_bytes == pytest.approx(peaks["weights='fp8'"], rel=0.01)
     assert "the error is not measured, because the weights are not loaded" in plan.weights.reason
+
+
+def test_all_formats_are_listed_if_the_weights_do_not_stay_on_the_device() -> None:
+    plan = anyaccel.explain(FLUX, "cuda:24GiB", height=1024, width=1024)
+    assert plan.forecast is not None
+    assert plan.memory.value.residence == "component"
+    options = {option.name: option for option in plan.forecast.offers}
+    assert tuple(options) == WEIGHT_FORMATS
+    explained = anyaccel.explain(FLUX, "cuda:24GiB", height=1024, width=1024, weights="nf4")
+    assert explained.forecast is not None
+    assert options["nf4"].weights_bytes == sum(size for _, size in explained.forecast.components)
+    assert options["nf4"].peak_bytes == explained.forecast.peak_bytes
+    assert options["nf4"].memory == str(explained.memory) == "everything resident"
+    assert explained.forecast.offers == ()
+    text = describe_explanation(plan, FLUX)
+    assert next(line for line in text if line.startswith("  nf4 ")).split() == [
+        "nf4", "10.7", "GiB", "13.2", "GiB", "everything", "resident",
+    ]  # fmt: skip
+    assert max(map(len, text)) <= 100 or any("https://" in line for line in text if len(line) > 100)
+    keys = {"name", "weights_bytes", "peak_bytes", "memory", "fits"}
+    assert [set(option) for option in plan.to_dict()["offers"]] == [keys] * 5
+
+
+def test_formats_are_not_listed_if_everything_stays_on_the_device() -> None:
+    plan = anyaccel.explain("embedded", "h200")
+    assert plan.forecast is not None
+    assert plan.forecast.offers == ()
+    assert "quantized weights (--weights) are not needed: all weights stay on the device" in describe_explanation(
+        plan, "embedded"
+    )
+
+
+@pytest.mark.long
+def test_a_format_that_fits_is_suggested(saved: Path) -> None:
+    options: dict[str, Any] = {"height": SIDE, "width": SIDE, "dtype": "bfloat16", "memory": "resident"}
+    large = anyaccel.explain(saved, "cuda:1GiB", **options).forecast
+    small = anyaccel.explain(saved, "cuda:1GiB", **options, weights="int8").forecast
+    assert large is not None
+    assert small is not None
+    needed = (large.peak_bytes + small.peak_bytes) // 2
+    target = find_device_target("cuda:1GiB")
+    reserved = 2**30 - target.capacity_bytes
+    plan = anyaccel.explain(saved, f"cuda:{(needed + reserved) / 2**20}MiB", **options)
+    assert plan.forecast is not None
+    assert not plan.forecast.fits
+    assert [option.name for option in plan.forecast.offers if option.fits] == list(WEIGHT_FORMATS)
+    assert "  --weights int8, which changes the image" in describe_explanation(plan, str(saved))

@@ -16,6 +16,7 @@ from anyaccel.explanation.call_arguments import (
 from anyaccel.explanation.device_argument import DeviceTarget, find_device_target
 from anyaccel.explanation.memory_estimate import MemoryEstimate
 from anyaccel.explanation.model_configs import find_model
+from anyaccel.explanation.quantization_options import is_quantization_useful, list_quantization_options
 from anyaccel.library_logging import quiet_libraries
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import find_smaller_dtype
@@ -58,23 +59,33 @@ def explain(
     target = find_device_target(device)
     check_residence(requested.memory, unified_memory=target.sheet.unified_memory)
     folder = find_model(model, revision)
-    plan = _explain_once(folder, target, requested, call_size, batch)
-    # A smaller dtype is used only if the default one does not fit and the caller allows it.
-    smaller = find_smaller_dtype(target.sheet, plan.dtype.value, requested)
-    if smaller is None or plan.forecast is None or plan.forecast.fits:
-        return plan
-    reason = f"allowed by smallest_dtype={smaller!r}; {plan.dtype.value} does not fit: {plan.memory.reason}"
-    smaller_plan = _explain_once(folder, target, replace(requested, dtype=smaller), call_size, batch)
-    return replace(smaller_plan, dtype=Decision(smaller, reason))
-
-
-def _explain_once(
-    folder: ModelFolder, target: DeviceTarget, options: PlacementOptions, call_size: RequestedSize, batch: int
-) -> Plan:
-    plan = _plan_without_size(folder, target, options)
     # Libraries log training advice when models are built from configs and run once.
     with quiet_libraries(everything=True), accept_meta_autocast(), assume_all_nonzero():
-        return MemoryEstimate(folder, target, plan, options, call_size).make_plan(batch)
+        return _explain(folder, target, requested, call_size, batch)
+
+
+def _explain(
+    folder: ModelFolder, target: DeviceTarget, requested: PlacementOptions, call_size: RequestedSize, batch: int
+) -> Plan:
+    estimate = _make_estimate(folder, target, requested, call_size)
+    plan = estimate.make_plan(batch)
+    # A smaller dtype is used only if the default one does not fit and the caller allows it.
+    smaller = find_smaller_dtype(target.sheet, plan.dtype.value, requested)
+    if smaller is not None and plan.forecast is not None and not plan.forecast.fits:
+        reason = f"allowed by smallest_dtype={smaller!r}; {plan.dtype.value} does not fit: {plan.memory.reason}"
+        requested = replace(requested, dtype=smaller)
+        estimate = _make_estimate(folder, target, requested, call_size)
+        plan = replace(estimate.make_plan(batch), dtype=Decision(smaller, reason))
+    if plan.forecast is None or not is_quantization_useful(plan, requested):
+        return plan
+    offers = list_quantization_options(lambda weights: estimate.with_weights(weights).forecast(batch))
+    return replace(plan, forecast=replace(plan.forecast, offers=offers))
+
+
+def _make_estimate(
+    folder: ModelFolder, target: DeviceTarget, options: PlacementOptions, call_size: RequestedSize
+) -> MemoryEstimate:
+    return MemoryEstimate(folder, target, _plan_without_size(folder, target, options), options, call_size)
 
 
 def _plan_without_size(folder: ModelFolder, target: DeviceTarget, options: PlacementOptions) -> Plan:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +27,6 @@ from anyaccel.explanation.device_argument import DeviceTarget
 from anyaccel.explanation.largest_size import LARGEST_SIDE, LARGEST_VIDEO_SIDE, find_largest_size
 from anyaccel.explanation.loading import forecast_loading
 from anyaccel.explanation.parallel import choose_split, describe_gain, split_memory
-from anyaccel.explanation.quantization_options import list_quantization_options
 from anyaccel.explanation.supported_size import find_supported_size
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.facts import PipelineFacts
@@ -73,6 +74,7 @@ class MemoryEstimate:
         plan: Plan,
         options: PlacementOptions,
         call_size: RequestedSize,
+        size: CallSize | None = None,
     ) -> None:
         self.folder, self.target, self.plan, self.options = folder, target, plan, options
         self.traced = PipelineTrace()
@@ -91,7 +93,7 @@ class MemoryEstimate:
         # Audio and some video pipelines have no image size.
         self.takes_size = accepts_size(self.full.pipe)
         self.requested = call_size
-        self.size = self._choose_size(call_size)
+        self.size = size or self._choose_size(call_size)
         self._first = self._make_measurement()
         # Measurements by size; the search for the largest size needs several.
         self._measured = {self.size: self._first}
@@ -128,14 +130,9 @@ class MemoryEstimate:
         supported = self._settle_size(batch)
         measure = self.measure(self.size)
         sharded = self._shard(measure)
-        rules = self.rules(batch)
-        try:
-            decision, forecast = make_forecast(sharded, batch, capacity, rules)
-            measure(PLAIN, 1)  # fills `measure.seen`, which the limits below come from
-        except AnyaccelError:
-            raise
-        except Exception as error:
-            raise self._make_error(error) from error
+        decision, forecast = self._make_forecast(sharded, batch)
+        with self._translating_errors():
+            measure(PLAIN, 1)  # fills `measure.trace_facts`, which the limits below come from
         product, mode = self.target.product, self.plan.mode.value
         limits = find_limit_hits(sheet, measure.trace_facts, batch, product=product, mode=mode)
         rule, output = decision.value, measure.output
@@ -152,7 +149,6 @@ class MemoryEstimate:
             largest_size=self._find_largest_size(capacity, fits=rule is not None),
             limits=limits,
             loading=self._forecast_loading(forecast, rule),
-            offers=list_quantization_options(sheet, self.facts, forecast, self.plan.dtype.value),
             notes=(
                 *(f"{missing.name} ({missing.kind}) is not included: {missing.reason}" for missing in not_included),
                 *supported,
@@ -162,6 +158,33 @@ class MemoryEstimate:
         )
         memory: Decision[Any] = Decision(rule if rule else "does not fit", decision.reason)
         return replace(self.plan, memory=memory, forecast=forecast)
+
+    def with_weights(self, weights: str) -> MemoryEstimate:
+        """Return the estimate for a format of quantized weights."""
+        options = replace(self.options, weights=weights)
+        estimate = MemoryEstimate(self.folder, self.target, self.plan, options, self.requested, self.size)
+        plain = [component.name for component in estimate.facts.components if component.weight_error is None]
+        # Tracing a video decoder takes seconds.
+        estimate.traced.reuse_calls(self.traced, [*plain, *self.traced.not_included])
+        return estimate
+
+    def forecast(self, batch: int) -> tuple[Decision[MemoryRule | None], Forecast]:
+        """Return the memory settings for a batch size, and the forecast without larger sizes, limits and notes."""
+        self._settle_size(batch)
+        return self._make_forecast(self._shard(self.measure(self.size)), batch)
+
+    def _make_forecast(self, measure: Measure, batch: int) -> tuple[Decision[MemoryRule | None], Forecast]:
+        with self._translating_errors():
+            return make_forecast(measure, batch, self.target.capacity_bytes, self.rules(batch))
+
+    @contextmanager
+    def _translating_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except AnyaccelError:
+            raise
+        except Exception as error:
+            raise self._make_error(error) from error
 
     def _forecast_loading(self, forecast: Forecast, rule: MemoryRule | None) -> LoadingForecast | None:
         models = [name for name, _ in forecast.components]

@@ -1,28 +1,41 @@
-"""Quantization options that would save memory.
+"""The memory that a model would need with each format of the option `weights=`.
 
-They change the image, so they are never selected by default.
+Quantization changes the image, so it is never selected by default.
 """
 
 from __future__ import annotations
 
-from anyaccel.backends.sheet import Sheet
-from anyaccel.planning.facts import PipelineFacts
-from anyaccel.planning.memory import Forecast, QuantizationOption
+from collections.abc import Callable
 
-__all__ = ["list_quantization_options"]
+from anyaccel.planning.decision import Decision
+from anyaccel.planning.memory import Forecast, MemoryRule, QuantizationOption
+from anyaccel.planning.options import WEIGHT_FORMATS, PlacementOptions
+from anyaccel.planning.plan import Plan
+
+__all__ = ["is_quantization_useful", "list_quantization_options"]
+
+
+def is_quantization_useful(plan: Plan, options: PlacementOptions) -> bool:
+    """Return whether a call does not fit, or only with weights that leave the device during the call."""
+    if options.weights is not None or options.parallel is not None or plan.forecast is None:
+        return False
+    # A memory mode that was requested is not changed.
+    return not plan.forecast.fits or (options.memory is None and plan.memory.value.residence != "resident")
 
 
 def list_quantization_options(
-    sheet: Sheet, facts: PipelineFacts, forecast: Forecast, dtype: str
+    forecast: Callable[[str], tuple[Decision[MemoryRule | None], Forecast]],
 ) -> tuple[QuantizationOption, ...]:
-    """Return the quantization formats on the sheet, with the memory each would save for the largest model."""
-    weights = dict(forecast.components)
-    largest = max(facts.components, key=lambda component: weights.get(component.name, 0), default=None)
-    if largest is None:
-        return ()
-    # The other usual dtypes, float16 and bfloat16, have 16 bits.
-    bits = {"float32": 32}.get(dtype, 16)
-    saved = {form.name: int(weights[largest.name] * (1 - form.bits / bits)) for form in sheet.quantized_weights}
-    return tuple(
-        QuantizationOption(form.name, largest.name, saved[form.name], form.says) for form in sheet.quantized_weights
-    )
+    """Return the memory that each format needs, where `forecast(weights)` returns the forecast for a format."""
+    options = []
+    for weights in WEIGHT_FORMATS:
+        decision, predicted = forecast(weights)
+        option = QuantizationOption(
+            name=weights,
+            weights_bytes=sum(size for _, size in predicted.components),
+            peak_bytes=predicted.peak_bytes,
+            memory=str(decision) if predicted.fits else "does not fit",
+            fits=predicted.fits,
+        )
+        options.append(option)
+    return tuple(options)

@@ -46,12 +46,13 @@ def describe_explanation(plan: Plan, model: str, width: int = 100, *, download_b
         peak = readable(forecast.recorded_peak_bytes)
         fits = forecast.recorded_peak_bytes <= forecast.capacity_bytes
         lines.append(f"peak with captured graphs: {peak}" + ("" if fits else ", does not fit, so no graph is captured"))
-    lines += list(_describe_largest(plan, forecast))
+    lines += [*_describe_largest(plan, forecast), *_describe_quantization(plan, forecast)]
     changed, unchanged = split_by_default(plan)
     if not forecast.fits:
         lines += _section("to make it fit, one of", _list_changes(plan, forecast), width)
     lines += ["", "plan", *describe_decisions(changed, width)]
     lines += _wrap("defaults: " + ", ".join(name for name, _ in unchanged), width, "  ")
+    lines += _draw_options(forecast, width)
     for title, entries in _list_sections(forecast):
         lines += _section(title, entries, width)
     return lines
@@ -117,15 +118,26 @@ def _describe_largest(plan: Plan, forecast: Forecast) -> Iterator[str]:
         yield f"largest single {forecast.kind}{'' if forecast.fits else ' that would fit'}: {width} × {height}{more}"
 
 
+def _describe_quantization(plan: Plan, forecast: Forecast) -> Iterator[str]:
+    if forecast.fits and not plan.weights.value and plan.memory.value.residence == "resident":
+        yield "quantized weights (--weights) are not needed: all weights stay on the device"
+
+
 def _list_sections(forecast: Forecast) -> Iterator[tuple[str, list[str]]]:
     limits = [f"{limit.name} ({limit.effect}), hit by {limit.what}: {limit.says}" for limit in forecast.limits]
     yield "device limits that this model hits at this size", limits
-    options = [
-        f"{option.name} weights for {option.component}: {readable(option.saves_bytes)} less. {option.says}"
-        for option in forecast.offers
-    ]
-    yield "quantized weights would save memory but change the image; load a quantized model to use them", options
     yield "notes", list(forecast.notes)
+
+
+def _draw_options(forecast: Forecast, width: int) -> Iterator[str]:
+    """Yield a table of the memory with each format of quantized weights."""
+    if not forecast.offers:
+        return
+    title = "quantized weights need less memory, but change the image; to use them, add --weights FORMAT"
+    yield from ("", *_wrap(title, width, ""))
+    yield f"  {'':11}{'weights':>9}{'peak':>11}"
+    for option in forecast.offers:
+        yield f"  {option.name:11}{readable(option.weights_bytes):>9}{readable(option.peak_bytes):>11}  {option.memory}"
 
 
 def _list_changes(plan: Plan, forecast: Forecast) -> list[str]:
@@ -133,6 +145,8 @@ def _list_changes(plan: Plan, forecast: Forecast) -> list[str]:
     if forecast.largest_size is not None:
         article = "an" if forecast.kind == "image" else "a"
         changes.append(f"{article} {forecast.kind} of {forecast.largest_size[0]} × {forecast.largest_size[1]}")
+    quantized = next((option.name for option in forecast.offers if option.fits), None)
+    changes += [f"--weights {quantized}, which changes the image"] if quantized else []
     if plan.dtype.value in ("float32", "float64"):
         changes.append("--dtype bfloat16, which halves the memory")
     return changes

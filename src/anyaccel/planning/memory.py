@@ -70,14 +70,18 @@ class MemoryRule:
         return ", ".join(items)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class QuantizationOption:
-    """A quantization that would save memory; it is suggested but not applied, as it changes the image."""
+    """A format of the option `weights=`, with the memory that a call would need; it is suggested but not applied."""
 
     name: str
-    component: str
-    saves_bytes: int
-    says: str
+    """`int8`."""
+    weights_bytes: int
+    """The size of all weights, including those that are not quantized."""
+    peak_bytes: int
+    memory: str
+    """The memory settings: `everything resident`. `does not fit` if there are none."""
+    fits: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +115,7 @@ class Forecast:
     limits: tuple[LimitHit, ...] = ()
     """The limits of the device that the model runs into at this size."""
     offers: tuple[QuantizationOption, ...] = ()
+    """The formats of quantized weights, if not all weights stay on the device without quantization."""
     notes: tuple[str, ...] = ()
     loading: LoadingForecast | None = None
     """The host memory for loading; None if the weight files are not on this machine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 from anyaccel.errors import UsageError
 from anyaccel.planning.facts import WeightError
 from anyaccel.quantized_weights.dequantized_linear import DequantizedLinear
-from anyaccel.quantized_weights.formats import Blocks, Gguf
+from anyaccel.quantized_weights.formats import Blocks, Gguf, Parts, WeightFormat
 from anyaccel.quantized_weights.library_layers import QuantizedWeight, make_float8, make_int8
 from anyaccel.quantized_weights.replace_layers import set_replaced_quantizer
 from anyaccel.upstream import diffusers_internals, transformers_internals
@@ -39,13 +40,29 @@ def quantize_model(model: torch.nn.Module, weights: str) -> None:
     with torch.no_grad():
         for layer in find_layers(model, weights).values():
             weight = layer.weight.detach()
-            # On the CPU: the codes are then the same for every device.
-            values = weight.float() if weight.is_meta else weight.to("cpu", torch.float32)
-            form, parts = quantize_weight(values, weights)
-            error = _measure_error(values, form.dequantize(parts))
-            moved = {name: part.to(weight.device) for name, part in parts.items()}
-            DequantizedLinear.convert(layer, form, moved, weight.dtype).error = error
+            form, parts, error = _quantize_on_meta(weight, weights) if weight.is_meta else _quantize(weight, weights)
+            DequantizedLinear.convert(layer, form, parts, weight.dtype).error = error
     set_replaced_quantizer(model)
+
+
+def _quantize(weight: torch.Tensor, weights: str) -> tuple[WeightFormat, Parts, float]:
+    """Return a quantized weight, on the device of the weight, and its error."""
+    # On the CPU: the codes are then the same for every device.
+    values = weight.to("cpu", torch.float32)
+    form, parts = quantize_weight(values, weights)
+    error = _measure_error(values, form.dequantize(parts))
+    return form, {name: part.to(weight.device) for name, part in parts.items()}, error
+
+
+def _quantize_on_meta(weight: torch.Tensor, weights: str) -> tuple[WeightFormat, Parts, float]:
+    form, parts = _quantize_shape(weight.shape, weights)
+    return form, {name: torch.empty_like(part) for name, part in parts.items()}, float("nan")
+
+
+@functools.cache
+def _quantize_shape(shape: torch.Size, weights: str) -> QuantizedWeight:
+    # Models have hundreds of layers, but few shapes.
+    return quantize_weight(torch.empty(shape, device="meta"), weights)
 
 
 def quantize_weight(values: torch.Tensor, weights: str) -> QuantizedWeight:
@@ -133,8 +150,6 @@ def _has_whole_blocks(layer: torch.nn.Linear, weights: str) -> bool:
 
 
 def _measure_error(values: torch.Tensor, quantized: torch.Tensor) -> float:
-    if values.is_meta:
-        return float("nan")
     norm = float(values.norm())
     return float((quantized - values).norm()) / norm if norm else 0.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +61,10 @@ class PipelineTrace:
     def trace_facts(self) -> TraceFacts:
         """Dtypes, tensor sizes and operations in the last run, excluding cached model calls."""
         return self._tracker.trace_facts
+
+    def reuse_calls(self, other: PipelineTrace, models: Collection[str]) -> None:
+        """Reuse the model calls of another trace for these models, which must be the same ones in both."""
+        self._cache |= {key: value for key, value in other._cache.items() if key[1].partition(".")[0] in models}
 
     def wrap_model(self, name: str, model: torch.nn.Module) -> torch.nn.Module:
         """Make a model on `meta` callable with CPU tensors, and record its calls in this trace."""
