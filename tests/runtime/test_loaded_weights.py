@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import anyaccel
+from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.recipes import recipes
 from anyaccel.upstream.diffusers_internals import read_dtype_argument
 from tests.conftest import NEEDS_RECIPES
@@ -20,14 +22,17 @@ DTYPE = read_dtype_argument()
 
 
 def assert_same_weights(folder: Path, dtype: Any, **options: Any) -> Any:
-    """Load a folder onto a virtual device and compare it with stock diffusers; return the pipeline."""
-    stock = LIBRARY.DiffusionPipeline.from_pretrained(folder, **{DTYPE: dtype}, **options)
-    with anyaccel.virtual("npu"):
+    """Load a folder onto a virtual device and compare it with stock diffusers; return a weight of the UNet."""
+
+    def use(_: VirtualAccelerator) -> Any:
+        stock = LIBRARY.DiffusionPipeline.from_pretrained(folder, **{DTYPE: dtype}, **options)
         pipe = anyaccel.DiffusionPipeline.from_pretrained(folder, device="npu", dtype=dtype, **options)
         # Buffers with integers are int32 on devices that store them so.
         stock = anyaccel.place(stock, "npu", keep_dtypes=True)
         assert_same(pipe, stock, "npu")
-    return pipe
+        return pipe.unet.conv_in.weight.detach().cpu()
+
+    return run_forked("npu", use)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -47,10 +52,9 @@ def test_variant(sharded: bool, tmp_path: Path) -> None:
             for parameter in model.half().parameters():
                 parameter.mul_(2)
     other.save_pretrained(tmp_path, variant="fp16", **({"max_shard_size": "100KB"} if sharded else {}))
-    pipe = assert_same_weights(tmp_path, torch.float16, variant="fp16")
-    assert torch.equal(pipe.unet.conv_in.weight.cpu(), other.unet.conv_in.weight)
-    plain = assert_same_weights(tmp_path, torch.float16)
-    assert not torch.equal(plain.unet.conv_in.weight.cpu(), other.unet.conv_in.weight)
+    expected = other.unet.conv_in.weight
+    assert torch.equal(assert_same_weights(tmp_path, torch.float16, variant="fp16"), expected)
+    assert not torch.equal(assert_same_weights(tmp_path, torch.float16), expected)
 
 
 def save_mixed(folder: Path) -> None:
@@ -83,6 +87,9 @@ def test_single_file(dtype: torch.dtype, tmp_path: Path) -> None:
     options = {"config": str(folder), "safety_checker": None}
     stock = LIBRARY.StableDiffusionPipeline.from_single_file(str(file), **{DTYPE: dtype}, **options)
     assert torch.equal(stock.unet.conv_in.weight, pipe.unet.conv_in.weight.to(dtype))
-    with anyaccel.virtual("npu"):
+
+    def use(_: VirtualAccelerator) -> None:
         loaded = anyaccel.DiffusionPipeline.from_single_file(file, device="npu", dtype=dtype, **options)
         assert_same(loaded, anyaccel.place(stock, "npu", keep_dtypes=True), "npu")
+
+    run_forked("npu", use)
