@@ -36,6 +36,8 @@ from benchmarks.provenance import describe_run, read_commit
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "diffusers_versions.json"
 DEVICES = ("mps", "neuron", "hpu")
+# States of a pipeline that gives the image of the CPU. `waits` also synchronizes with the device in each step.
+WORKING = ("works", "waits")
 RECIPES = (
     "stable-diffusion", "stable-diffusion-inpaint", "stable-diffusion-xl", "stable-diffusion-3", "controlnet",
     "ip-adapter", "animate-diff", "flux", "flux-image-to-image", "flux-fill", "chroma", "pixart-sigma", "sana",
@@ -206,6 +208,24 @@ def main() -> None:
             entry |= {"date": datetime.now(timezone.utc).date().isoformat()}
             print(f"{environment.name}: {name}: {count(entry['rows'][name])}", flush=True)
             atomic_write(options.out, json.dumps(describe_file() | report, indent=1) + "\n")
+
+
+def render_table(report: dict[str, Any]) -> list[str]:
+    """Return the table of docs/supported-versions.md."""
+    lines = [
+        "| diffusers | transformers | huggingface_hub | pipelines | works with anyaccel | works in stock diffusers |",
+        "|---|---|---|---|---|---|",
+    ]
+    for entry in report["environments"].values():
+        versions, rows = entry["versions"], entry["rows"].values()
+        cells = [cell for row in rows for cell in row.get("devices", {}).values()]
+        placed, stock = ([cell[mode]["state"] in WORKING for cell in cells] for mode in ("placed", "stock"))
+        names = (versions[name] for name in ("diffusers", "transformers", "huggingface_hub"))
+        pipelines = sum("devices" in row for row in rows)
+        lines.append(
+            f"| {' | '.join(names)} | {pipelines} | {sum(placed)} of {len(placed)} | {sum(stock)} of {len(stock)} |"
+        )
+    return lines
 
 
 def describe_file() -> dict[str, Any]:

@@ -51,11 +51,15 @@ def call_diffusers(function: Callable[..., Any], model: str, options: dict[str, 
         raise kind(f"cannot load {model}: {message}", hint=hint) from error
 
 
+_DOWNLOAD_HINTS = {
+    "connection": "check the network connection, then load the model again: complete files are not downloaded again",
+    "disk": "free disk space, or set HF_HOME to a folder on a larger disk",
+    "gated": "accept the conditions of the repository on its page on the Hub, then run `hf auth login`",
+}
+
+
 def _make_download_error(failed: FailedDownload, error: Exception) -> ModelFileError:
-    hint = "check the network connection, then load the model again: files that are complete are not downloaded again"
-    if failed.is_gated:
-        hint = f"accept the conditions at https://huggingface.co/{failed.repository}, then run `hf auth login`"
     return ModelFileError(
         f"cannot download {failed.file} of {failed.repository}: {first_line(error)}",
-        hint=hint,
+        hint=_DOWNLOAD_HINTS[failed.reason],
     )

@@ -5,22 +5,21 @@ Seen in diffusers 0.42.1 and in huggingface_hub 2.4. File paths are relative to 
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib
-import re
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-from urllib.parse import unquote, urlsplit
+from typing import Any, Literal
 
 __all__ = ["FailedDownload", "find_download_error", "find_failed_download", "showing_one_bar"]
 
 _LOCK = threading.RLock()
 # Name of the bar for the bytes of all files (_snapshot_download.py). huggingface_hub 0 does not have it.
 _BYTES_BAR = "huggingface_hub.snapshot_download"
-_URL = re.compile(r"/(?P<repository>[^/]+(/[^/]+)?)/resolve/[^/]+/(?P<file>.+)")
 
 
 @contextmanager
@@ -68,7 +67,7 @@ class FailedDownload:
 
     repository: str
     file: str
-    is_gated: bool
+    reason: Literal["connection", "disk", "gated"]
 
 
 def find_download_error() -> type[Exception]:
@@ -81,14 +80,20 @@ def find_download_error() -> type[Exception]:
 
 
 def find_failed_download(error: BaseException) -> FailedDownload | None:
-    """Return the file that an error is about, from the URL of the request."""
+    """Return the file whose download failed; None if the repository does not have it, and without a network."""
     errors: Any = importlib.import_module("huggingface_hub.errors")
-    cause: BaseException | None = error
-    while cause is not None:
-        # httpx raises RuntimeError for an error without a request.
-        request = getattr(cause, "_request", None) or getattr(getattr(cause, "response", None), "request", None)
-        match = _URL.fullmatch(unquote(urlsplit(str(getattr(request, "url", ""))).path))
-        if match:
-            return FailedDownload(match["repository"], match["file"], isinstance(cause, errors.GatedRepoError))
-        cause = cause.__cause__ or cause.__context__
-    return None
+    is_gated = isinstance(error, errors.GatedRepoError)
+    absent = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.EntryNotFoundError)
+    if isinstance(error, absent) and not is_gated:
+        return None
+    # The error itself does not name the file: it can be one of the HTTP library or of the file system.
+    calls = [
+        frame.f_locals
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_name == "hf_hub_download" and "filename" in frame.f_locals
+    ]
+    if not calls:
+        return None
+    disk_is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    reason: Any = "gated" if is_gated else "disk" if disk_is_full else "connection"
+    return FailedDownload(calls[-1]["repo_id"], calls[-1]["filename"], reason)
