@@ -26,6 +26,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from anyaccel.checking.run import CheckMode, run_on_cpu, run_on_device
 from anyaccel.errors import AnyaccelError, first_line, summarize_error
 from anyaccel.processes.json_line_worker import JsonLineWorker, connecting_to_parent
@@ -207,7 +209,10 @@ def main() -> None:
             entry |= {"versions": read_versions(environment), "commit": read_commit()}
             entry |= {"date": datetime.now(timezone.utc).date().isoformat()}
             print(f"{environment.name}: {name}: {count(entry['rows'][name])}", flush=True)
-            atomic_write(options.out, json.dumps(describe_file() | report, indent=1) + "\n")
+            text = json.dumps(describe_file() | report, indent=1)
+            for folder in (options.folder.resolve(), ROOT, Path(torch.__file__).parents[1]):
+                text = text.replace(f"{folder}{os.sep}", "")  # tracebacks have the paths of this machine
+            atomic_write(options.out, text + "\n")
 
 
 def render_table(report: dict[str, Any]) -> list[str]:
