@@ -10,10 +10,12 @@ import torch
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
+from anyaccel.quantized_weights.replace_layers import list_formats
 from anyaccel.recipes import recipes
 from anyaccel.runtime.weight_files import moving
 from anyaccel.upstream.diffusers_internals import read_dtype_argument
 from tests.conftest import NEEDS_RECIPES
+from tests.quantized_weights.quantizers import MODELS
 
 pytestmark = [NEEDS_RECIPES, pytest.mark.filterwarnings("ignore::FutureWarning")]
 LIBRARY: Any = diffusers
@@ -113,5 +115,49 @@ def test_options_of_the_placement(tmp_path: Path) -> None:
         assert pipe.scheduler is scheduler
         assert pipe.safety_checker is None
         assert pipe.dtype == torch.bfloat16 if pipe.plan.dtype.value == "bfloat16" else torch.float16
+
+    run_forked("npu", use)
+
+
+def test_denoisers_are_quantized_before_they_are_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device never holds the whole weights in their dtype."""
+    MODELS["FLUX"].make().save_pretrained(tmp_path)
+    found: list[tuple[str, str, bool]] = []
+    move = moving.ComponentMover.move
+
+    def record(self: Any, name: str, component: Any, *args: Any) -> None:
+        move(self, name, component, *args)
+        if isinstance(component, torch.nn.Module):
+            found.append((name, next(component.parameters()).device.type, bool(list_formats(component))))
+
+    monkeypatch.setattr(moving.ComponentMover, "move", record)
+
+    def use(_: VirtualAccelerator) -> None:
+        anyaccel.reset_peak_memory("npu")
+        pipe = anyaccel.DiffusionPipeline.from_pretrained(tmp_path, device="npu", dtype="bfloat16", weights="int8")
+        assert {name: (device, quantized) for name, device, quantized in found} == {
+            "transformer": ("npu", True), "text_encoder": ("cpu", False), "text_encoder_2": ("cpu", False),
+            "vae": ("cpu", False),
+        }  # fmt: skip
+        # Rounding to whole blocks of memory.
+        assert anyaccel.max_memory("npu") <= 1.05 * anyaccel.memory("npu").used_bytes
+        expected = anyaccel.place(
+            anyaccel.DiffusionPipeline.from_pretrained(tmp_path, dtype="bfloat16"), "npu", weights="int8"
+        )
+        assert_same(pipe, expected, "npu")
+        assert pipe.plan.weights == expected.plan.weights
+
+    run_forked("npu", use)
+
+
+def test_a_pipeline_on_the_device_can_be_quantized(tmp_path: Path) -> None:
+    folder = save("flux", tmp_path)
+
+    def use(_: VirtualAccelerator) -> None:
+        pipe = anyaccel.DiffusionPipeline.from_pretrained(folder, device="npu", dtype="bfloat16")
+        expected = anyaccel.DiffusionPipeline.from_pretrained(folder, device="npu", dtype="bfloat16", weights="nf4")
+        used = anyaccel.memory("npu").used_bytes
+        assert_same(pipe.to("npu", weights="nf4"), expected, "npu")
+        assert anyaccel.memory("npu").used_bytes < used
 
     run_forked("npu", use)

@@ -24,13 +24,14 @@ def forecast_loading(
     rule: MemoryRule | None,
     options: PlacementOptions,
 ) -> LoadingForecast | None:
-    """Return the host memory for `from_pretrained(folder, device=…)`; None if the folder does not have all files.
+    """Return the host memory for `from_pretrained(folder, device=…)`; None if it cannot be predicted.
 
+    That is the case if the folder does not have all files, and for weights that are quantized while they are loaded.
     `models` are the names of the components with weights.
     """
     files = read_weights({name: folder / name for name in models}, dtype)
-    if not models or len(files) < len(models):
+    if not models or len(files) < len(models) or options.weights is not None:
         return None
     resident = rule is not None and rule.residence == "resident"
-    moved = resident and not sheet.is_host and options.parallel is None and options.weights is None
+    moved = resident and not sheet.is_host and options.parallel is None
     return predict_loading(files, one_at_a_time=moved)

@@ -139,8 +139,11 @@ def _find_adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
 
 def _is_plain(layer: torch.nn.Linear, uses: Counter[int]) -> bool:
     weight = dict(layer.named_parameters(recurse=False)).get("weight")
-    is_plain = type(weight) is torch.nn.Parameter and weight.is_floating_point() and weight.dtype.itemsize > 1
-    return is_plain and uses[id(weight)] == 1
+    if not isinstance(weight, torch.nn.Parameter) or uses[id(weight)] > 1:
+        return False
+    # Not the classes of other libraries. Weights on a virtual device have one of anyaccel.
+    is_own = type(weight) is torch.nn.Parameter or type(weight).__module__.startswith("anyaccel.")
+    return is_own and weight.is_floating_point() and weight.dtype.itemsize > 1
 
 
 def _has_whole_blocks(layer: torch.nn.Linear, weights: str) -> bool:

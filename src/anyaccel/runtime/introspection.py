@@ -21,8 +21,8 @@ from anyaccel.upstream.torch_compile_internals import unwrap_compiled
 from anyaccel.upstream.transformers_internals import is_transformers_model
 
 __all__ = [
-    "find_components", "find_denoisers", "find_models", "is_quantized", "list_denoisers", "list_forward_arguments",
-    "plain_class", "read_dtype", "read_facts",
+    "find_components", "find_denoisers", "find_models", "is_denoiser", "is_quantized", "list_denoisers",
+    "list_forward_arguments", "plain_class", "read_dtype", "read_facts",
 ]  # fmt: skip
 
 # Names of timestep arguments: a model that has one runs at every denoising step.
@@ -57,7 +57,7 @@ def find_denoisers(pipe: Any, placement: Placement) -> dict[str, torch.nn.Module
 
 def list_denoisers(pipe: Any) -> tuple[str, ...]:
     """Return the names of the models that run at every denoising step, as `PipelineFacts.denoisers` does."""
-    return tuple(name for name, model in find_models(pipe).items() if _denoises(name, model))
+    return tuple(name for name, model in find_models(pipe).items() if is_denoiser(name, model))
 
 
 def read_facts(pipe: Any) -> PipelineFacts:
@@ -112,7 +112,7 @@ def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> C
         packed_parameters=packed.quantized,
         packed_bytes=packed.quantized_bytes,
         weight_error=read_error(plain),
-        denoises=_denoises(name, plain),
+        denoises=is_denoiser(name, plain),
         blocks=_count_blocks(plain, layers),
         convolutions=sum(isinstance(layer, torch.nn.Conv2d) for layer in layers),
         # diffusers models have is_quantized, transformers models have hf_quantizer.
@@ -125,7 +125,8 @@ def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> C
     )
 
 
-def _denoises(name: str, module: torch.nn.Module) -> bool:
+def is_denoiser(name: str, module: torch.nn.Module) -> bool:
+    """Return whether a component runs at every denoising step."""
     return bool(set(list_forward_arguments(module)) & _TIMESTEP_ARGUMENTS) or name.startswith(_DENOISERS)
 
 

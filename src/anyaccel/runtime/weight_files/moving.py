@@ -20,7 +20,8 @@ from anyaccel.planning.facts import PipelineFacts
 from anyaccel.planning.memory import choose_residence, list_residences
 from anyaccel.planning.options import PlacementOptions, read_options
 from anyaccel.planning.plan import Plan, make_plan
-from anyaccel.runtime.introspection import is_quantized, read_dtype
+from anyaccel.quantized_weights.quantize import quantize_model
+from anyaccel.runtime.introspection import is_denoiser, is_quantized, read_dtype
 from anyaccel.runtime.placement.oom_retry import clear_traceback_frames
 from anyaccel.runtime.weight_files.sizes import read_weight_bytes
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
@@ -97,14 +98,18 @@ def make_mover(target: LoadTarget | None, dtype: Any, kept: Collection[str] = ()
 
 
 def _can_move(target: LoadTarget) -> bool:
-    """Return whether the placement leaves whole components on the device, with the weights as they are loaded."""
+    """Return whether the placement leaves whole components on the device."""
     options = target.options
     is_split = options.parallel is not None or options.memory not in (None, "resident")
-    return not (target.opened.sheet.is_host or is_split or options.weights is not None)
+    return not (target.opened.sheet.is_host or is_split)
 
 
 class ComponentMover:
-    """Moves the components of one pipeline, as long as the device has enough memory."""
+    """Moves the components of one pipeline, as long as the device has enough memory.
+
+    With `weights=`, only denoisers are moved, and quantized before. Whether another component is quantized depends on
+    its share of all weights, so the placement decides.
+    """
 
     def __init__(self, target: LoadTarget, dtype: Any, kept: Collection[str]) -> None:
         self.target, self.dtype, self.kept = target, dtype, kept
@@ -118,6 +123,11 @@ class ComponentMover:
         sheet = self.target.opened.sheet
         if not isinstance(component, torch.nn.Module) or name in self.kept or is_quantized(component):
             return
+        weights = self.target.options.weights
+        if weights is not None:
+            if not is_denoiser(name, component):
+                return
+            quantize_model(component, weights)
         dtype = read_dtype(component)
         if sheet.adjusted_dtype(dtype) != dtype:
             return
