@@ -6,6 +6,7 @@ import torch
 import anyaccel
 from anyaccel.backends.claim import DtypeLimit, Yes
 from anyaccel.backends.dtype_probe import probe_dtype
+from anyaccel.runtime.placement.staged_copy import staging_copies
 
 pytestmark = pytest.mark.hardware
 
@@ -46,6 +47,15 @@ def test_tensors_are_copied_in_both_directions_with_other_streams(device: str) -
     opened.driver.record_event(opened.index)()
     with opened.driver.side_stream(opened.index):
         assert torch.equal(on_device.cpu(), expected * 2)
+
+
+def test_weights_copied_in_parts_are_unchanged(device: str) -> None:
+    opened = anyaccel.open_device(device)
+    weights = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (2**18, 10**7, 3 * 2**23)]
+    with torch.no_grad(), staging_copies(opened):
+        copies = [weight.to(opened.torch_device) for weight in weights]
+    assert all(copy.device.type == opened.torch_device.type for copy in copies)
+    assert all(torch.equal(copy.cpu(), weight) for copy, weight in zip(copies, weights, strict=True))
 
 
 def test_noise_from_a_cpu_generator_equals_the_cpu_noise(device: str) -> None:

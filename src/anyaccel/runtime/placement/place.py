@@ -47,6 +47,7 @@ from anyaccel.runtime.placement.quantized_layers import (
     quantize_models,
     replace_unsupported_layers,
 )
+from anyaccel.runtime.placement.staged_copy import staging_copies
 from anyaccel.runtime.placement_state import (
     Placement,
     drop_placement,
@@ -355,7 +356,8 @@ def _cast(pipe: Any, placement: Placement, target: torch.device, move: Any, cast
             # Before the move: a rank's device may have no memory for the whole model.
             _cast_denoisers(pipe, plan, dtype)
             split_models(pipe, placement)
-        move(target, dtype if casts and not exceptions else None)
+        with staging_copies(placement.opened):
+            move(target, dtype if casts and not exceptions else None)
         for name, component in find_models(pipe).items() if exceptions else ():
             wanted = getattr(torch, exceptions[name]) if name in exceptions else dtype
             # Some modules of a model that keeps its dtype may have another one. Quantized weights are never cast.

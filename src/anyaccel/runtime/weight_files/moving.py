@@ -23,6 +23,7 @@ from anyaccel.planning.plan import Plan, make_plan
 from anyaccel.quantized_weights.quantize import quantize_model
 from anyaccel.runtime.introspection import is_denoiser, is_quantized, read_dtype
 from anyaccel.runtime.placement.oom_retry import clear_traceback_frames
+from anyaccel.runtime.placement.staged_copy import staging_copies
 from anyaccel.runtime.weight_files.sizes import read_weight_bytes
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 from anyaccel.upstream.diffusers_loading import calling_after_each_component
@@ -137,7 +138,8 @@ class ComponentMover:
             return
         device = self.target.opened.tensor_device
         try:
-            with torch.no_grad(), make_pipeline_function_mode(self._make_plan(), device):
+            mode = make_pipeline_function_mode(self._make_plan(), device)
+            with torch.no_grad(), mode, staging_copies(self.target.opened):
                 component.to(device)
         except Exception as error:
             if not is_out_of_memory(error):
