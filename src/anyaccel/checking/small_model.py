@@ -13,8 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from anyaccel.checking.modular_folder import (
+    choose_blocks,
+    describe_blocks,
+    is_modular_folder,
+    make_empty_pipeline,
+    read_modular_folder,
+)
+from anyaccel.errors import ModelError
 from anyaccel.recipes import Recipe
 from anyaccel.recipes.recipe import assemble
+from anyaccel.runtime.model_file_checks import INDEXES, check_index, has_custom_code
 from anyaccel.tracing.model_folder import ModelFolder, is_a, read_model_folder, require_recipe
 
 __all__ = ["SmallModel", "make_small_model", "merge_config"]
@@ -30,11 +39,14 @@ class SmallModel:
 
 def make_small_model(path: Path) -> SmallModel:
     """Return a recipe that builds a small version of the model in the folder `path`."""
-    folder = read_model_folder(path)
+    modular = is_modular_folder(path)
+    _reject_custom_code(path / INDEXES[modular])
+    folder = read_modular_folder(path) if modular else read_model_folder(path)
     base = require_recipe(folder.pipeline)
     notes = [f"small model built from the configs, with random weights and the sizes of the recipe {base.name}"]
     notes += _describe_substitutes(folder, base)
-    make_components = functools.partial(_make_components, folder, base)
+    notes += describe_blocks(path, base) if modular else []
+    make_components = functools.partial(_make_modular_parts if modular else _make_components, folder, base)
     recipe = Recipe(
         name=path.name,
         pipeline=folder.pipeline,
@@ -44,6 +56,18 @@ def make_small_model(path: Path) -> SmallModel:
         prepare=base.prepare,
     )
     return SmallModel(recipe=recipe, notes=tuple(notes))
+
+
+def _reject_custom_code(index: Path) -> None:
+    if not index.is_file():
+        return
+    check_index(index, trusted=True)
+    if has_custom_code(index):
+        raise ModelError(
+            f"{index.parent} contains custom code, which a check of a folder does not run",
+            hint="review the code, then pass a function that loads the pipeline with trust_remote_code=True: "
+            "anyaccel check package.module:make",
+        )
 
 
 def _describe_substitutes(folder: ModelFolder, base: Recipe) -> list[str]:
@@ -85,6 +109,21 @@ def _make_components(folder: ModelFolder, base: Recipe) -> dict[str, Any]:
         elif hasattr(small, "parameters") and is_a(small, component):
             components[component.name] = _rebuild(small, component.config)
     return components
+
+
+def _make_modular_parts(folder: ModelFolder, base: Recipe) -> dict[str, Any]:
+    """Return the blocks of a modular folder, and the components and config values that they expect."""
+    empty: Any = make_empty_pipeline(folder.path)
+    parts = _make_components(folder, base)
+    stored = {component.name for component in folder.components}
+    # The blocks themselves create the others, such as image processors.
+    chosen = {name: value for name, value in parts.items() if name in stored or name in folder.switches}
+    for component in folder.components:
+        guider = chosen.get(component.name)
+        # Its indices of layers are those of the tiny denoiser.
+        if component.config is not None and hasattr(guider, "prepare_inputs") and is_a(guider, component):
+            chosen[component.name] = _rebuild(guider, component.config)
+    return chosen | {"blocks": choose_blocks(empty.blocks, base)}
 
 
 def _rebuild(tiny: Any, config: Mapping[str, Any]) -> Any:

@@ -10,9 +10,9 @@ from typing import Any
 from anyaccel.errors import ModelError, ModelFileError
 from anyaccel.runtime.weight_files.checks import PICKLES, WEIGHTS, check_weight_file, make_pickle_error
 
-__all__ = ["check_model_folder", "is_single_file"]
+__all__ = ["INDEXES", "check_index", "check_model_folder", "has_custom_code", "is_single_file"]
 
-_INDEXES = ("model_index.json", "modular_model_index.json")
+INDEXES = ("model_index.json", "modular_model_index.json")
 
 
 def is_single_file(model: Any) -> bool:
@@ -39,10 +39,10 @@ def check_model_folder(model: Any, *, pickles: bool, trusted: bool) -> None:
         ):
             raise ModelFileError(f"the folder {model} does not exist", hint="check the path")
         return
-    index = next((path / name for name in _INDEXES if (path / name).is_file()), None)
+    index = next((path / name for name in INDEXES if (path / name).is_file()), None)
     if index is None:
         raise ModelFileError(f"{model} is not a pipeline: it has no model_index.json", hint=_suggest_folder(path))
-    _check_index(index, trusted)
+    check_index(index, trusted)
     for file in sorted(path.rglob("*.safetensors")):
         check_weight_file(file, pickles=pickles)
     for file in sorted(path.rglob("*.safetensors.index*.json")):
@@ -59,7 +59,7 @@ def _suggest_folder(path: Path) -> str:
     return f"use {path / below}" if below else "pass a folder that was written by pipe.save_pretrained"
 
 
-def _check_index(index: Path, trusted: bool) -> None:
+def check_index(index: Path, trusted: bool) -> None:
     """Raise `ModelError` if the pipeline's index file cannot be read or refers to untrusted code."""
     try:
         content = json.loads(index.read_text())
@@ -74,14 +74,30 @@ def _check_index(index: Path, trusted: bool) -> None:
             hint=f'in {index.name}, change "_class_name" to "{name.removeprefix("Gaudi")}" and rename the schedulers '
             "in the same way; see the table in docs/from-optimum-habana.md",
         )
-    if trusted:
-        return
-    custom = [entry for entry in components.values() if isinstance(entry, list) and _is_code(index.parent, entry)]
-    if isinstance(name, list) or custom:  # a list is [Python file, class], as for a component
+    if not trusted and has_custom_code(index):
         raise ModelError(
             f"{index.parent} contains custom code, which would run when the model is loaded",
             hint="review the code, then pass trust_remote_code=True",
         )
+
+
+def has_custom_code(index: Path) -> bool:
+    """Return whether a pipeline's index or the config of its blocks refers to Python files in the folder."""
+    content = dict(json.loads(index.read_text()))
+    entries = [entry for entry in content.values() if isinstance(entry, list)]
+    # The name of the class is a list if it is [Python file, class], as for a component.
+    is_custom = isinstance(content.get("_class_name"), list) or any(_is_code(index.parent, entry) for entry in entries)
+    return is_custom or _has_custom_blocks(index.parent)
+
+
+def _has_custom_blocks(folder: Path) -> bool:
+    """Return whether a folder names a Python file for the blocks of its modular pipeline."""
+    file = folder / "modular_config.json"
+    try:
+        content = json.loads(file.read_text()) if file.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"cannot read {file}: {error}", hint="copy or download the file again") from error
+    return isinstance(content, dict) and bool(content.get("auto_map"))
 
 
 def _check_shards(index: Path) -> None:
