@@ -38,8 +38,10 @@ EXPERIMENTAL_ADVICE = ("diffusers.models.modeling_utils", "experimental feature"
 _PIPELINES = "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion"
 # diffusers 0.42 warns about pipelines without a safety checker.
 SAFETY_ADVICE = tuple((_PIPELINES + suffix, "disabled the safety checker") for suffix in ("", "_img2img", "_inpaint"))
+# diffusers 0.42 warns that the API of guiders, which modular pipelines use, may change.
+_GUIDER_ADVICE = ("diffusers.guiders.guider_utils", "experimental feature")
 # Messages that commands drop. Other warnings of diffusers are shown, for example about truncated prompts.
-_ADVICE = (FLOAT32_ADVICE, *SAFETY_ADVICE)
+_ADVICE = (FLOAT32_ADVICE, _GUIDER_ADVICE, *SAFETY_ADVICE)
 
 
 @contextmanager

@@ -284,21 +284,6 @@ def test_read_progress_bar_config() -> None:
     assert internals.read_progress_bar_config(SimpleNamespace()) == {}
 
 
-def test_disable_progress_bars_also_reaches_nested_blocks() -> None:
-    pipe: Any = recipes()["stable-diffusion-xl-modular"].make()
-    blocks = [getattr(pipe, internals.BLOCKS_ATTRIBUTE)]
-    for block in blocks:
-        blocks += (block.sub_blocks or {}).values()
-    loops: list[Any] = [block for block in blocks if hasattr(block, "set_progress_bar_config")]
-    assert loops
-    for loop in loops:
-        loop.set_progress_bar_config(disable=False)
-    pipe.set_progress_bar_config(disable=True)
-    assert {"disable": False} in [loop._progress_bar_config for loop in loops], "diffusers now disables nested bars"
-    internals.disable_progress_bars(pipe)
-    assert all(loop._progress_bar_config == {"disable": True} for loop in loops)
-
-
 def test_use_progress_bars_replaces_the_loading_bar(tmp_path: Path) -> None:
     pipe: Any = recipes()["stable-diffusion"].make()
     pipe.save_pretrained(tmp_path)

@@ -12,12 +12,27 @@ from PIL import Image
 
 from anyaccel.call_limits import SIDES, check_multiple
 from anyaccel.errors import UsageError, nearest
+from anyaccel.runtime.call_parameters import (
+    find_missing_arguments,
+    list_block_outputs,
+    read_blocks,
+    read_call_parameters,
+)
 from anyaccel.runtime.introspection import plain_class
 
-__all__ = ["check_image_call", "find_default", "find_missing_image", "list_parameters", "pick_images"]
+__all__ = [
+    "check_image_call",
+    "find_default",
+    "find_missing_image",
+    "list_parameters",
+    "pick_images",
+    "select_image_output",
+]
 
 # Names that pipeline outputs use for their images.
 _OUTPUT_FIELDS = ("images", "image")
+# Names that the blocks of modular pipelines use for their other results.
+_OTHER_OUTPUTS = ("videos", "audio", "audios", "sound", "action")
 # Names that pipeline calls use for an input image.
 _INPUT_IMAGES = ("image", "control_image", "mask_image")
 _USE_PYTHON = (
@@ -31,7 +46,7 @@ def check_image_call(pipe: Any, call: Mapping[str, Any]) -> None:
     Call this before running the pipeline. Otherwise, an unsupported output type would be detected only
     after the last denoising step.
     """
-    parameters = _named_parameters(pipe)
+    parameters = read_call_parameters(pipe)
     pipeline = plain_class(pipe).__name__
     fields = _list_output_fields(pipe)
     if fields and not fields & set(_OUTPUT_FIELDS):
@@ -40,33 +55,32 @@ def check_image_call(pipe: Any, call: Mapping[str, Any]) -> None:
         raise UsageError(f"{pipeline} does not accept a prompt", hint="use a text-to-image model")
     for name in call:
         if name not in parameters:
-            raise UsageError(
-                f"{pipeline} does not accept the argument {name}", hint=f"omit it; {nearest(name, parameters)}"
-            )
-    missing = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty and name not in ("prompt", *call)
-    ]
+            raise UsageError(f"{pipeline} does not accept the argument {name}", hint=_suggest_argument(pipe, name))
+    missing = find_missing_arguments(pipe, {"prompt": "", **call})
     if missing:
         raise UsageError(f"{pipeline} requires {' and '.join(missing)} in addition to a prompt", hint=_USE_PYTHON)
     _check_size(pipe, call)
 
 
-def _named_parameters(pipe: Any) -> dict[str, inspect.Parameter]:
-    """Return the named parameters of the pipeline's `__call__`."""
-    # Without **kwargs: pipelines that have them silently ignore unknown names.
-    signature = inspect.signature(plain_class(pipe).__call__)
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {
-        name: parameter
-        for name, parameter in signature.parameters.items()
-        if parameter.kind in named and name != "self"
-    }
+def _suggest_argument(pipe: Any, name: str) -> str:
+    """Return a hint for an argument that the pipeline does not accept."""
+    scale = getattr(getattr(pipe, "guider", None), name, None)
+    if name == "guidance_scale" and scale is not None:
+        return (
+            f"omit it: the guidance scale is a setting of the component guider, {scale:g}; to change it, load the "
+            f"pipeline in Python and set pipe.guider.{name}"
+        )
+    return f"omit it; {nearest(name, read_call_parameters(pipe))}"
 
 
 def _list_output_fields(pipe: Any) -> set[str]:
-    """Return the field names of the output classes in a pipeline's module, such as `images` or `frames`."""
+    """Return the names of a pipeline's outputs, such as `images` or `frames`.
+
+    These are the fields of the output classes in its module, or the outputs of a modular pipeline's blocks.
+    """
+    if read_blocks(pipe) is not None:
+        names = list_block_outputs(pipe)  # all values that the blocks compute, if they are not those of diffusers
+        return {name for name in names if name in (*_OUTPUT_FIELDS, *_OTHER_OUTPUTS)} or set(names[-1:])
     # Not the return annotation: many pipelines of diffusers have none.
     module = inspect.getmodule(inspect.unwrap(plain_class(pipe).__call__))
     if module is None:  # for example a class that was created with exec()
@@ -90,24 +104,36 @@ def _check_size(pipe: Any, call: Mapping[str, Any]) -> None:
 
 def find_default(pipe: Any, name: str) -> Any:
     """Return the default value of an argument of the pipeline's `__call__`, or None if there is none."""
-    parameter = _named_parameters(pipe).get(name)
+    parameter = read_call_parameters(pipe).get(name)
     return None if parameter is None or parameter.default is parameter.empty else parameter.default
 
 
 def find_missing_image(pipe: Any, call: Mapping[str, Any]) -> str | None:
     """Return the first image argument that the pipeline accepts but the call omits, or None."""
-    parameters = _named_parameters(pipe)
+    if read_blocks(pipe) is not None:
+        return None  # they declare which inputs they require
+    parameters = read_call_parameters(pipe)
     return next((name for name in _INPUT_IMAGES if name in parameters and call.get(name) is None), None)
 
 
 def list_parameters(pipe: Any) -> list[str]:
-    """Return the argument names of the pipeline's `__call__`."""
-    return list(_named_parameters(pipe))
+    """Return the argument names of the pipeline's call."""
+    return list(read_call_parameters(pipe))
+
+
+def select_image_output(pipe: Any) -> dict[str, str]:
+    """Return the call argument that makes a modular pipeline return its images; none for other pipelines."""
+    if read_blocks(pipe) is None:
+        return {}
+    outputs = list_block_outputs(pipe)
+    return {"output": next(name for name in _OUTPUT_FIELDS if name in outputs)}
 
 
 def pick_images(pipe: Any, output: Any, expected: int = 1) -> list[Image.Image]:
     """Return the images from a pipeline's output; raise if there are not exactly `expected` PIL images."""
-    images = next((value for name in _OUTPUT_FIELDS if (value := getattr(output, name, None)) is not None), None)
+    images = output  # of a modular pipeline
+    if read_blocks(pipe) is None:
+        images = next((value for name in _OUTPUT_FIELDS if (value := getattr(output, name, None)) is not None), None)
     if isinstance(images, list) and len(images) == expected and all(isinstance(item, Image.Image) for item in images):
         return images
     returned = f"an object of type {type(images).__name__}"

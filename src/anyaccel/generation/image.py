@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 from anyaccel.backends.device import this_machine
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import AnyaccelError, UsageError, first_line
-from anyaccel.generation.call_validation import check_image_call, find_default, find_missing_image, pick_images
+from anyaccel.generation.call_validation import (
+    check_image_call,
+    find_default,
+    find_missing_image,
+    pick_images,
+    select_image_output,
+)
 from anyaccel.generation.metadata import ImageMetadata, record_call
 from anyaccel.generation.model_loading import LoadedModel
 from anyaccel.generation.progress import counting_steps
@@ -71,7 +77,7 @@ def generate_images(
         arguments = {**arguments, "prompt": list(prompts), "seed": list(seeds), **texts}
     start = time.perf_counter()
     with counting_steps(pipe, listener), _translate_errors(pipe, call):
-        output = pipe(**arguments)
+        output = pipe(**arguments, **select_image_output(pipe))
     images = pick_images(pipe, output, count)
     seconds = (time.perf_counter() - start) / count
     generated = []

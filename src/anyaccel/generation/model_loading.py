@@ -127,9 +127,10 @@ def _load_pipeline(
 
         from anyaccel.generation.progress import counting_components
         from anyaccel.runtime.pipeline import load_onto
+        from anyaccel.upstream.modular_blocks import configure_progress_bars
 
         with counting_components(listener):
             pipe = load_onto(diffusers.DiffusionPipeline, model.source, options, opened, placement_options, fallback)
     # disable=None lets tqdm show a bar on a terminal and in a notebook, but not in a log file.
-    pipe.set_progress_bar_config(disable=None)
+    configure_progress_bars(pipe, disable=None)
     return pipe

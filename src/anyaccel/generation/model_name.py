@@ -9,18 +9,20 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Literal
 
 from anyaccel.embedded.model import NAME, find_embedded_model
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.runtime.model_file_checks import check_model_folder
+from anyaccel.upstream.modular_index import MODULAR_INDEX, is_modular_folder, read_modular_index
 
 __all__ = ["ResolvedModel", "digest_folder", "find_revision", "resolve_model"]
 
 _INDEX = "model_index.json"
+_INDEXES = (_INDEX, MODULAR_INDEX)
 _SMALL_FILE_BYTES = 2**20
 _SAMPLE_BYTES = 2**16
 
@@ -89,8 +91,8 @@ def find_revision(model: ResolvedModel) -> str | None:
         from huggingface_hub import try_to_load_from_cache
 
         # The hub cache stores files under snapshots/COMMIT/.
-        file = try_to_load_from_cache(model.source, _INDEX, revision=model.revision)
-        return Path(file).parent.name if isinstance(file, str) else None
+        files = [try_to_load_from_cache(model.source, name, revision=model.revision) for name in _INDEXES]
+        return next((Path(file).parent.name for file in files if isinstance(file, str)), None)
     return _digest_embedded() if model.kind == "embedded" else digest_folder(Path(model.source))
 
 
@@ -106,29 +108,58 @@ def digest_folder(folder: Path, *, whole: bool = False) -> str:
     detects different weights quickly, but does not protect against tampering.
     """
     digest = hashlib.sha256()
-    for file in _list_model_files(folder):
-        size = file.stat().st_size
-        digest.update(f"{file.relative_to(folder).as_posix()}\0{size}\0".encode())
+    for name, file in _list_model_files(folder):
+        # The index of a modular pipeline contains the path of its folder, which does not change the images.
+        content = _read_modular_index(folder) if name == MODULAR_INDEX else None
+        size = file.stat().st_size if content is None else len(content)
+        digest.update(f"{name}\0{size}\0".encode())
+        if content is not None:
+            digest.update(content)
+            continue
         with file.open("rb") as stream:
             for block in _read_blocks(stream, size, whole or size <= _SMALL_FILE_BYTES):
                 digest.update(block)
     return f"sha256:{digest.hexdigest()[:16]}"
 
 
-def _list_model_files(folder: Path) -> list[Path]:
-    """Return the paths of `model_index.json` and of the files of the components that it lists.
+def _list_model_files(folder: Path) -> list[tuple[str, Path]]:
+    """Return the names and paths of the index and of the files of the components that it lists.
 
     Return only the path itself if it is a single-file checkpoint.
     """
+    if is_modular_folder(folder):
+        entries, _ = read_modular_index(folder)
+        folders = {name: entry.folder for name, entry in entries.items() if entry.folder is not None}
+        code = [(file.name, file) for file in sorted(folder.glob("*.py"))]  # of the user's blocks
+        return [(MODULAR_INDEX, folder / MODULAR_INDEX), *code, *_list_component_files(folders)]
     if not (folder / _INDEX).is_file():
-        return [folder] if folder.is_file() else []  # a single-file checkpoint
+        return [(".", folder)] if folder.is_file() else []  # a single-file checkpoint
     index = json.loads((folder / _INDEX).read_text())
     if not isinstance(index, dict):
         raise ModelError(f"{folder / _INDEX} is not a JSON object", hint="copy or download the model again")
     # A component is a list [library, class]; other values are settings of the pipeline.
     names = [name for name, value in index.items() if isinstance(value, list)]
-    files = [file for name in names for file in (folder / name).rglob("*")]
-    return [folder / _INDEX, *sorted(file for file in files if file.is_file() and not file.name.startswith("."))]
+    return [(_INDEX, folder / _INDEX), *_list_component_files({name: folder / name for name in names})]
+
+
+def _list_component_files(folders: Mapping[str, Path]) -> list[tuple[str, Path]]:
+    files = [
+        (f"{name}/{file.relative_to(folder).as_posix()}", file)
+        for name, folder in folders.items()
+        for file in folder.rglob("*")
+        if file.is_file() and not file.name.startswith(".")
+    ]
+    return sorted(files, key=lambda item: PurePosixPath(item[0]))
+
+
+def _read_modular_index(folder: Path) -> bytes:
+    """Return the index of a modular pipeline, without the paths of components in local folders."""
+    entries, values = read_modular_index(folder)
+    components = {
+        name: [entry.library, entry.kind, *([] if entry.folder else [entry.repository, entry.subfolder])]
+        for name, entry in entries.items()
+    }
+    return json.dumps(values | components, sort_keys=True).encode()
 
 
 def _read_blocks(stream: BinaryIO, size: int, whole: bool) -> Iterator[bytes]:

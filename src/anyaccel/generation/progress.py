@@ -13,6 +13,7 @@ from tqdm import tqdm
 from anyaccel.library_logging import no_transformers_bars
 from anyaccel.progress import ProgressListener
 from anyaccel.upstream.diffusers_internals import COMPONENTS_BAR, use_progress_bars
+from anyaccel.upstream.modular_blocks import list_blocks
 
 __all__ = ["counting_components", "counting_steps"]
 
@@ -54,7 +55,9 @@ def counting_steps(pipe: Any, listener: ProgressListener | None) -> Iterator[Non
 
     # Not `callback_on_step_end`: every pipeline has a `progress_bar`, but not all have a callback.
     # Combined pipelines such as Kandinsky's run other pipelines, which have their own bars.
-    pipes = [pipe, *(value for value in vars(pipe).values() if isinstance(value, diffusers.DiffusionPipeline))]
+    # The bars of a modular pipeline are those of its blocks.
+    inner = [value for value in vars(pipe).values() if isinstance(value, diffusers.DiffusionPipeline)]
+    pipes = [pipe, *inner, *(block for block in list_blocks(pipe) if hasattr(block, "progress_bar"))]
     for pipeline in pipes:
         vars(pipeline)["progress_bar"] = make_bar
     try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from anyaccel.errors import AnyaccelError
 from anyaccel.recipes.lazy_modules import diffusers, numpy, torch
 from anyaccel.recipes.parts.weights import draw_weights
-from anyaccel.upstream.diffusers_internals import disable_progress_bars
+from anyaccel.upstream.modular_blocks import disable_progress_bars
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -8,18 +8,19 @@ from typing import Any
 
 import diffusers
 import torch
+from diffusers.utils import logging as diffusers_logging
 
 from anyaccel.errors import ModelError, ModelFileError, UnknownComponentError, first_line, nearest
 from anyaccel.library_logging import drop_log_records
 from anyaccel.runtime.loading_errors import call_diffusers
 from anyaccel.runtime.weight_files.moving import LoadTarget, make_mover
-from anyaccel.upstream.diffusers_internals import read_dtype_argument
+from anyaccel.upstream.diffusers_internals import COMPONENTS_BAR, read_dtype_argument
 from anyaccel.upstream.diffusers_loading import list_component_specs, read_absent_components, recording_component_errors
+from anyaccel.upstream.modular_index import MODULAR_INDEX, is_modular_folder
 
 __all__ = ["is_modular", "load_modular_pipeline"]
 
 _DTYPE = read_dtype_argument()
-_INDEX = "modular_model_index.json"
 _LOGGER = "diffusers.modular_pipelines.modular_pipeline"
 _HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "token", "local_files_only")
 _CREATION_OPTIONS = (*_HUB_OPTIONS, "revision", "components_manager", "collection", "workflow")
@@ -33,7 +34,7 @@ def is_modular(kind: Any, model: Any) -> bool:
     if isinstance(kind, type) and issubclass(kind, diffusers.ModularPipeline):
         return True
     folder = Path(str(model)).expanduser()
-    if not (folder / _INDEX).is_file() or (folder / "model_index.json").is_file():
+    if not is_modular_folder(folder):
         return False
     if kind is not diffusers.DiffusionPipeline:
         raise ModelError(
@@ -74,7 +75,7 @@ def _choose_names(names: Any, specs: Mapping[str, Any], passed: Collection[str])
             raise UnknownComponentError(f"the pipeline has no component {name!r}", hint=nearest(name, specs))
         if not specs[name].pretrained_model_name_or_path:
             raise ModelError(
-                f"{_INDEX} names no folder or repository for the component {name}",
+                f"{MODULAR_INDEX} names no folder or repository for the component {name}",
                 hint=f"load it with diffusers and pass it: from_pretrained(…, {name}=model)",
             )
     return [name for name in specs if name in requested]
@@ -94,7 +95,8 @@ def _load_components(pipe: Any, names: list[str], options: dict[str, Any], targe
     mover = make_mover(target, options.get(_DTYPE))
     folders = {name: _find_folder(specs[name]) for name in names}
     with recording_component_errors() as errors, drop_log_records(_LOGGER, "Failed to"):
-        for name in names:
+        # A bar like that of `DiffusionPipeline.from_pretrained`.
+        for name, _ in diffusers_logging.tqdm([(name, specs[name]) for name in names], desc=f"{COMPONENTS_BAR}..."):
             pipe.load_components(names=[name], **by_model)
             if name in errors:
                 raise _make_component_error(name, folders[name], errors[name]) from errors[name]
@@ -116,6 +118,6 @@ def _make_component_error(name: str, folder: Path, error: Exception) -> ModelFil
     message = "this folder does not exist" if is_missing else first_line(error)
     return ModelFileError(
         f"cannot load the component {name} from {folder}: {message}",
-        hint=f"copy or download it again, or change its path in {_INDEX}; to load the pipeline without it, pass "
+        hint=f"copy or download it again, or change its path in {MODULAR_INDEX}; to load the pipeline without it, pass "
         f"{name}=None",
     )

@@ -12,12 +12,8 @@ from anyaccel.forward_overrides import OVERRIDES_KEY
 from anyaccel.tracing.meta_module import MetaRunner, to_meta_module
 from anyaccel.tracing.meta_quantized import list_quantized, trace_as_quantized
 from anyaccel.upstream.accelerate_internals import HOOK_ATTRIBUTES
-from anyaccel.upstream.diffusers_internals import (
-    BLOCKS_ATTRIBUTE,
-    HOOK_ATTRIBUTE,
-    PIPELINE_HOOKS,
-    disable_progress_bars,
-)
+from anyaccel.upstream.diffusers_internals import HOOK_ATTRIBUTE, PIPELINE_HOOKS
+from anyaccel.upstream.modular_blocks import BLOCKS_ATTRIBUTE, disable_progress_bars
 from anyaccel.upstream.torch_compile_internals import unwrap_compiled
 from anyaccel.upstream.torch_internals import MODULE_HOOKS
 from anyaccel.upstream.transformers_internals import OUTPUT_HOOKS_ATTRIBUTE

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ATTENTION_LIBRARIES",
-    "BLOCKS_ATTRIBUTE",
     "COMPONENTS_BAR",
     "GROUP_OFFLOADING",
     "HOOK_ATTRIBUTE",
@@ -30,7 +29,6 @@ __all__ = [
     "STATELESS_HOOKS",
     "allow_uneven_shares",
     "casts_components",
-    "disable_progress_bars",
     "find_denoising_step",
     "find_renamed_class",
     "find_slicing_obstacle",
@@ -63,8 +61,6 @@ __all__ = [
     "use_progress_bars",
 ]
 
-# Attribute of a modular pipeline that contains its blocks (modular_pipelines/modular_pipeline.py).
-BLOCKS_ATTRIBUTE = "_blocks"
 # Calls with which pipelines change their models.
 _MODEL_CHANGE = re.compile(
     r"\bset_attn_processor\(|_set_pag_attn_processor\(|\bregister_forward_hook\(|\benable_fuser\(|_set_ar_attention\("
@@ -369,21 +365,6 @@ def read_step_count(pipe: Any) -> int | None:
 def read_progress_bar_config(pipe: Any) -> dict[str, Any]:
     """Return the arguments of the last `set_progress_bar_config` call (pipelines/pipeline_utils.py)."""
     return getattr(pipe, "_progress_bar_config", None) or {}
-
-
-def disable_progress_bars(pipe: Any) -> None:
-    """Disable the progress bars of a pipeline's calls, including those of nested blocks in a modular pipeline.
-
-    `ModularPipeline.set_progress_bar_config` does not change blocks inside of blocks
-    (modular_pipelines/modular_pipeline.py).
-    """
-    pipe.set_progress_bar_config(disable=True)
-    blocks: list[Any] = [getattr(pipe, BLOCKS_ATTRIBUTE, None)]
-    while blocks:
-        block = blocks.pop()
-        if hasattr(block, "set_progress_bar_config"):
-            block.set_progress_bar_config(disable=True)
-        blocks += (getattr(block, "sub_blocks", None) or {}).values()
 
 
 @contextmanager
