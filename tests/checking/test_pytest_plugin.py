@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import run_in_fork
+from tests.conftest import NEEDS_RECIPES, run_in_fork
 
 SUITE = Path(__file__).with_name("foreign_suite")
 
@@ -103,6 +103,38 @@ def test_each_test_has_its_own_ledger_and_xdist_workers_report_theirs(tmp_path: 
     line = next(line for line in done.stdout.splitlines() if line.startswith("error"))
     assert "dtypes.float64" in line
     assert "test_own.py:6" in line
+
+
+MODULAR = """
+import anyaccel, numpy, pytest
+from anyaccel.recipes import recipes, run
+
+RECIPE = recipes()["stable-diffusion-xl-modular"]
+EXPECTED = run(RECIPE, RECIPE.make())
+
+
+@pytest.mark.accelerator("mps", "neuron")
+def test_placed(accelerator):
+    image = run(RECIPE, anyaccel.place(RECIPE.make(), accelerator.device, dtype="float32"))
+    assert numpy.abs(image - EXPECTED).max() < 2e-3
+    accelerator.ledger.assert_clean("error", "wrong")
+
+
+@pytest.mark.accelerator("mps")
+def test_plain(accelerator):
+    pipe = RECIPE.make()
+    pipe.to(accelerator.device)
+    image = run(RECIPE, pipe)
+    assert numpy.abs(image - EXPECTED).max() < 2e-3
+"""
+
+
+@NEEDS_RECIPES
+@pytest.mark.slow  # the tests above run the same code of the plugin
+def test_modular_pipelines(tmp_path: Path) -> None:
+    (tmp_path / "test_own.py").write_text(MODULAR)
+    done = run_pytest_forked(str(tmp_path / "test_own.py"))
+    assert "3 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_invalid_options_raise_a_usage_error() -> None:

@@ -54,9 +54,8 @@ def read_target(target: Any, call: Mapping[str, Any]) -> CheckTarget:
         return _override_call(_from_factory(text, module, function), call)
     raise ModelError(
         f"{text} is not a model folder, a known model, a recipe or package.module:function",
-        hint="pass a folder that contains model_index.json or modular_model_index.json, or package.module:function for a function that returns a "
-        f"pipeline; "
-        f"{nearest(text, [*list_bundled_models(), *recipes()])}",
+        hint="pass a folder that contains model_index.json or modular_model_index.json, or package.module:function for "
+        f"a function that returns a pipeline; {nearest(text, [*list_bundled_models(), *recipes()])}",
     )
 
 
