@@ -6,7 +6,7 @@ import torch
 import anyaccel
 from anyaccel.backends.claim import DtypeLimit, Yes
 from anyaccel.backends.dtype_probe import probe_dtype
-from anyaccel.runtime.placement.staged_copy import staging_copies
+from anyaccel.runtime.placement.weight_moves import stage_weights
 
 pytestmark = pytest.mark.hardware
 
@@ -51,11 +51,15 @@ def test_tensors_are_copied_in_both_directions_with_other_streams(device: str) -
 
 def test_weights_copied_in_parts_are_unchanged(device: str) -> None:
     opened = anyaccel.open_device(device)
-    weights = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (2**18, 10**7, 3 * 2**23)]
-    with torch.no_grad(), staging_copies(opened):
-        copies = [weight.to(opened.torch_device) for weight in weights]
-    assert all(copy.device.type == opened.torch_device.type for copy in copies)
-    assert all(torch.equal(copy.cpu(), weight) for copy, weight in zip(copies, weights, strict=True))
+    sizes = (2**12, 2**18 + 3, 10**7)
+    expected = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in sizes]
+    model = torch.nn.ParameterList(expected[:2])
+    model.register_buffer("table", expected[2].clone())
+    stage_weights([model], opened)
+    assert [weight.device.type for weight in model.parameters()] == ["cpu", opened.torch_device.type]
+    model.to(opened.torch_device)
+    weights = [*model.parameters(), *model.buffers()]
+    assert all(torch.equal(weight.cpu(), other) for weight, other in zip(weights, expected, strict=True))
 
 
 def test_noise_from_a_cpu_generator_equals_the_cpu_noise(device: str) -> None:

@@ -16,8 +16,8 @@ from accelerate.hooks import ModelHook
 
 from anyaccel.backends.device_type_checks import is_host
 from anyaccel.forward_overrides import Override
-from anyaccel.runtime.library_code import is_library_code
 from anyaccel.runtime.placement.checksums import choose_chunk_size, compute_checksums
+from anyaccel.runtime.placement.weight_moves import has_own_move
 from anyaccel.upstream.accelerate_internals import find_hook_of_class
 from anyaccel.upstream.torch_internals import read_version
 
@@ -120,7 +120,7 @@ class _LoadedModel:
         self.ran_with_gradients = False
         self._moved: list[_MovedTensor] = []
         self._chunk_size = choose_chunk_size(sum(tensor.nbytes for tensor in self._list_tensors()))
-        self._whole = [module for module in model.modules() if _is_quantized(module) or _has_own_move(module)]
+        self._whole = [module for module in model.modules() if _is_quantized(module) or has_own_move([module])]
         """Layers that move as a whole, because they have data in addition to the `.data` of their weights."""
 
     def load(self) -> None:
@@ -169,11 +169,6 @@ def _is_quantized(module: torch.nn.Module) -> bool:
     parameters = list(module.parameters(recurse=False))
     kinds = {type(value) for parameter in parameters for value in (parameter, parameter.data)}
     return not {kind.__module__.split(".")[0] for kind in kinds} <= {"torch", __name__.split(".")[0]}
-
-
-def _has_own_move(module: torch.nn.Module) -> bool:
-    """Return whether the class of a layer is the user's and moves other tensors of it too."""
-    return not all(is_library_code(getattr(type(module), name)) for name in ("_apply", "to"))
 
 
 def _restore(entry: _MovedTensor, sums: list[int]) -> None:

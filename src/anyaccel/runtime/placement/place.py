@@ -35,7 +35,14 @@ from anyaccel.runtime.distributed.parallel import (
     read_ranks,
     split_models,
 )
-from anyaccel.runtime.introspection import find_components, find_models, list_denoisers, read_dtype, read_facts
+from anyaccel.runtime.introspection import (
+    find_components,
+    find_models,
+    list_denoisers,
+    plain_class,
+    read_dtype,
+    read_facts,
+)
 from anyaccel.runtime.placement.float32_weights import read_float32_weights, restore_float32_weights
 from anyaccel.runtime.placement.group_offload import is_streamed
 from anyaccel.runtime.placement.memory_plan import list_pipeline_residences, plan_weights
@@ -47,7 +54,7 @@ from anyaccel.runtime.placement.quantized_layers import (
     quantize_models,
     replace_unsupported_layers,
 )
-from anyaccel.runtime.placement.staged_copy import staging_copies
+from anyaccel.runtime.placement.weight_moves import make_move_mode, stage_weights
 from anyaccel.runtime.placement_state import (
     Placement,
     drop_placement,
@@ -58,7 +65,6 @@ from anyaccel.runtime.placement_state import (
 )
 from anyaccel.runtime.speed.apply_speedups import remove_speedups
 from anyaccel.runtime.speed.quantize import check_not_quantized
-from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 from anyaccel.runtime.workarounds.model_inputs import drop_stale_casts, set_input_adapters
 from anyaccel.upstream.torch_internals import allow_half_precision_attention
 
@@ -349,15 +355,18 @@ def _cast(pipe: Any, placement: Placement, target: torch.device, move: Any, cast
     casts = cast.requested or any(read_dtype(model) != plan.dtype.value for model in find_models(pipe).values())
     kept = read_float32_weights(pipe, plan) if cast.keep_float32 else {}
     advice = drop_log_records(*FLOAT32_ADVICE) if cast.keep_float32 else nullcontext()
-    with torch.no_grad(), make_pipeline_function_mode(plan, placement.device), advice:
+    kind: Any = plain_class(pipe)
+    mode = make_move_mode(plan, placement.device, find_models(pipe).values(), kind.to)
+    with torch.no_grad(), mode, advice:
         dtype = getattr(torch, plan.dtype.value)
         exceptions = dict(plan.component_dtypes.value)
         if plan.parallel.value is not None and plan.parallel.value.strategy == "tensor":
             # Before the move: a rank's device may have no memory for the whole model.
             _cast_denoisers(pipe, plan, dtype)
             split_models(pipe, placement)
-        with staging_copies(placement.opened):
-            move(target, dtype if casts and not exceptions else None)
+        if not casts and target == placement.device:
+            stage_weights(find_models(pipe).values(), placement.opened)
+        move(target, dtype if casts and not exceptions else None)
         for name, component in find_models(pipe).items() if exceptions else ():
             wanted = getattr(torch, exceptions[name]) if name in exceptions else dtype
             # Some modules of a model that keeps its dtype may have another one. Quantized weights are never cast.

@@ -23,9 +23,8 @@ from anyaccel.planning.plan import Plan, make_plan
 from anyaccel.quantized_weights.quantize import quantize_model
 from anyaccel.runtime.introspection import is_denoiser, is_quantized, read_dtype
 from anyaccel.runtime.placement.oom_retry import clear_traceback_frames
-from anyaccel.runtime.placement.staged_copy import staging_copies
+from anyaccel.runtime.placement.weight_moves import make_move_mode, stage_weights
 from anyaccel.runtime.weight_files.sizes import read_weight_bytes
-from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 from anyaccel.upstream.diffusers_loading import calling_after_each_component
 
 __all__ = [
@@ -138,8 +137,8 @@ class ComponentMover:
             return
         device = self.target.opened.tensor_device
         try:
-            mode = make_pipeline_function_mode(self._make_plan(), device)
-            with torch.no_grad(), mode, staging_copies(self.target.opened):
+            with torch.no_grad(), make_move_mode(self._make_plan(), device, [component]):
+                stage_weights([component], self.target.opened)
                 component.to(device)
         except Exception as error:
             if not is_out_of_memory(error):
