@@ -67,10 +67,9 @@ def stage_weights(models: Iterable[torch.nn.Module], opened: OpenDevice) -> None
             for weight in layer.parameters(recurse=False):
                 if _is_large(weight, torch.nn.Parameter):
                     weight.data = copier.copy(weight.data)  # as `Module.to` does
-            buffers: dict[str, Any] = vars(layer)["_buffers"]
-            for name, buffer in buffers.items():
+            for name, buffer in list(layer.named_buffers(recurse=False)):
                 if _is_large(buffer, torch.Tensor):
-                    buffers[name] = copier.copy(buffer)
+                    setattr(layer, name, copier.copy(buffer))
     # As after a copy from pageable memory, any stream can use the weights.
     copier.wait()
 
