@@ -34,6 +34,8 @@ def make_models(folder: Path) -> Path:
     all_recipes: dict[str, Any] = recipes()
     for name in PIPELINES:
         all_recipes[name].make().save_pretrained(folder / name)
+    modular: Any = all_recipes["stable-diffusion-xl-modular"].make()
+    modular.save_pretrained(str(folder / "stable-diffusion-xl-modular"), overwrite_modular_index=True)
     make_image(IMAGE_SIZE).save(folder / "image.png")
     mask(IMAGE_SIZE).save(folder / "mask.png")
     with torch.random.fork_rng(devices=[]):

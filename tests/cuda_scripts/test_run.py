@@ -57,6 +57,16 @@ def test_program_runs_on_a_device(number: int, models: Path) -> None:
     assert compare(outcome, find_reference(program, models)) == "", outcome.stderr
 
 
+@pytest.mark.long
+@NEEDS_RECIPES
+@pytest.mark.parametrize(
+    ("program", "device"), [("modular", "hpu"), ("modular_blocks", "neuron"), ("modular_offload", "mps")]
+)
+def test_modular_programs_on_a_device(program: str, device: str, models: Path) -> None:
+    outcome = run_on(device, program, models)
+    assert compare(outcome, find_reference(program, models)) == "", outcome.stderr
+
+
 @NEEDS_RECIPES
 @pytest.mark.slow
 def test_90_percent_run_unmodified_on_every_device_and_the_others_give_a_reason(models: Path) -> None:

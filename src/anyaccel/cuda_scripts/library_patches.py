@@ -18,6 +18,7 @@ import torch
 
 from anyaccel.backends.device_type_checks import is_host, is_on
 from anyaccel.cuda_scripts.migration import Migration
+from anyaccel.cuda_scripts.modular_patches import patch_components_manager, place_before_calls
 from anyaccel.emulator.torch_patch_registry import apply_patch
 from anyaccel.planning.options import PlacementOptions
 
@@ -36,6 +37,7 @@ def install_library_patches(migration: Migration) -> None:
         "diffusers.pipelines.pipeline_utils": _patch_pipelines,
         "diffusers.pipelines.auto_pipeline": _patch_auto_pipelines,
         "diffusers.modular_pipelines.modular_pipeline": _patch_modular_pipelines,
+        "diffusers.modular_pipelines.components_manager": patch_components_manager,
         "diffusers.models.modeling_utils": functools.partial(_patch_models, class_name="ModelMixin"),
         "transformers.modeling_utils": functools.partial(_patch_models, class_name="PreTrainedModel"),
         "safetensors.torch": _patch_safetensors,
@@ -105,6 +107,7 @@ def _patch_auto_pipelines(module: ModuleType, migration: Migration) -> None:
 
 def _patch_modular_pipelines(module: ModuleType, migration: Migration) -> None:
     _replace_method(module.ModularPipeline, "to", lambda before: _patch_to(before, migration))
+    place_before_calls(module.ModularPipeline, migration, place_script_pipeline)
 
 
 def _patch_portable(module: ModuleType, migration: Migration) -> None:

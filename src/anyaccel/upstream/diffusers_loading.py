@@ -14,6 +14,7 @@ from anyaccel.errors import UpstreamError
 __all__ = [
     "LoadedComponent",
     "calling_after_each_component",
+    "find_components_manager",
     "list_component_specs",
     "read_absent_components",
     "recording_component_errors",
@@ -58,6 +59,11 @@ def list_component_specs(pipe: Any) -> dict[str, Any]:
     """
     # modular_pipelines/modular_pipeline.py. `get_component_spec` returns a copy, but `load` sets the spec's fields.
     return {name: pipe._component_specs[name] for name in pipe.pretrained_component_names}
+
+
+def find_components_manager(pipe: Any) -> Any:
+    """Return the components manager of a modular pipeline, or None if it has none."""
+    return pipe._components_manager  # modular_pipelines/modular_pipeline.py
 
 
 def read_absent_components(pipe: Any, **hub: Any) -> set[str]:
