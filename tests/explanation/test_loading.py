@@ -79,7 +79,9 @@ def test_loading_depends_on_the_device_and_on_the_memory_mode(tmp_path: Path) ->
 
     def predict(device: str, residence: Residence, dtype: torch.dtype = torch.bfloat16) -> LoadingForecast:
         rule, options = MemoryRule(residence), PlacementOptions()
-        forecast = forecast_loading(tmp_path, list(sizes), dtype, anyaccel.sheet(device), rule, options)
+        forecast = forecast_loading(
+            {name: tmp_path / name for name in sizes}, dtype, anyaccel.sheet(device), rule, options
+        )
         assert forecast is not None
         return forecast
 

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anyaccel.checking.modular_folder import (
+from anyaccel.errors import ModelError
+from anyaccel.explanation.modular_folder import (
     choose_blocks,
     describe_blocks,
-    is_modular_folder,
     make_empty_pipeline,
     read_modular_folder,
 )
-from anyaccel.errors import ModelError
 from anyaccel.recipes import Recipe
 from anyaccel.recipes.recipe import assemble
 from anyaccel.runtime.model_file_checks import INDEXES, check_index, has_custom_code
 from anyaccel.tracing.model_folder import ModelFolder, is_a, read_model_folder, require_recipe
+from anyaccel.upstream.modular_index import is_modular_folder
 
 __all__ = ["SmallModel", "make_small_model", "merge_config"]
 

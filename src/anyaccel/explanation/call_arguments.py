@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
+from anyaccel.runtime.call_parameters import read_call_parameters
 from anyaccel.runtime.placement.memory_plan import find_sample_side
 from anyaccel.tracing.meta_pipeline import FullSizePipeline
 
@@ -30,6 +30,7 @@ _LEFT_TO_DEFAULTS = (
     "guidance_scale",
     *_LENGTHS,
     "output_type",
+    "output",  # without it, a modular pipeline returns all its results by name
     "callback",
     "height",
     "width",
@@ -71,12 +72,12 @@ class CallSize:
 
 def accepts_size(pipe: Any) -> bool:
     """Return whether a pipeline has arguments for height and width; audio pipelines do not."""
-    return {"height", "width"} <= set(_read_parameters(pipe))
+    return {"height", "width"} <= set(read_call_parameters(pipe))
 
 
 def find_frames_argument(pipe: Any) -> str | None:
     """Return the name of a pipeline's argument for the number of frames, or None if it has none."""
-    parameters = _read_parameters(pipe)
+    parameters = read_call_parameters(pipe)
     return next((name for name in _FRAMES if name in parameters), None)
 
 
@@ -89,7 +90,7 @@ def find_default_size(pipe: Any) -> tuple[int, int] | None:
 
 def _find_default(pipe: Any, name: str) -> int | None:
     """Return the default width or height: of the call's signature, of the pipeline, or of the denoiser's config."""
-    parameter = _read_parameters(pipe).get(name)
+    parameter = read_call_parameters(pipe).get(name)
     for default in (getattr(parameter, "default", None), getattr(pipe, f"default_{name}", None)):
         if isinstance(default, int):
             return default
@@ -111,7 +112,7 @@ def find_sampling_rate(pipe: Any) -> int | None:
 
 def make_call(full: FullSizePipeline, size: CallSize, images: int) -> dict[str, Any]:
     """Return call arguments from the model's recipe for `images` images or videos of the given size."""
-    parameters = _read_parameters(full.pipe)
+    parameters = read_call_parameters(full.pipe)
     frames_argument = find_frames_argument(full.pipe)
     left_out = {*_LEFT_TO_DEFAULTS, frames_argument} if accepts_size(full.pipe) else set(_LEFT_TO_DEFAULTS)
     left_out -= set(_LENGTHS) if size.short else set()
@@ -130,10 +131,6 @@ def make_call(full: FullSizePipeline, size: CallSize, images: int) -> dict[str, 
     elif isinstance(call.get("prompt"), str):
         arguments["prompt"] = [call["prompt"]] * images
     return call | {name: value for name, value in arguments.items() if name in parameters}
-
-
-def _read_parameters(pipe: Any) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(pipe.__call__).parameters)
 
 
 def _resize(value: Any, size: CallSize, pipe: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -17,8 +17,7 @@ __all__ = ["forecast_loading"]
 
 
 def forecast_loading(
-    folder: Path,
-    models: Collection[str],
+    folders: Mapping[str, Path],
     dtype: torch.dtype,
     sheet: Sheet,
     rule: MemoryRule | None,
@@ -27,10 +26,10 @@ def forecast_loading(
     """Return the host memory for `from_pretrained(folder, device=…)`; None if it cannot be predicted.
 
     That is the case if the folder does not have all files, and for weights that are quantized while they are loaded.
-    `models` are the names of the components with weights.
+    `folders` are those of the components with weights.
     """
-    files = read_weights({name: folder / name for name in models}, dtype)
-    if not models or len(files) < len(models) or options.weights is not None:
+    files = read_weights(folders, dtype)
+    if not folders or len(files) < len(folders) or options.weights is not None:
         return None
     resident = rule is not None and rule.residence == "resident"
     moved = resident and not sheet.is_host and options.parallel is None

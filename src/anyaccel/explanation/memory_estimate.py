@@ -192,7 +192,8 @@ class MemoryEstimate:
         if forecast.not_included or self.plan.parallel.value is not None or self.folder.missing_bytes(models) != 0:
             return None
         dtype = getattr(torch, self.plan.dtype.value)
-        return forecast_loading(self.folder.path, models, dtype, self.target.sheet, rule, self.options)
+        folders = {name: self.folder.find_folder(name) for name in models}
+        return forecast_loading(folders, dtype, self.target.sheet, rule, self.options)
 
     def _settle_size(self, batch: int) -> tuple[str, ...]:
         """Trace the first call, which shows its size. Return a note if the config does not support the default size."""

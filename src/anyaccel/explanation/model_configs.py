@@ -9,7 +9,10 @@ from pathlib import Path
 from anyaccel.embedded.model import NAME, find_embedded_model
 from anyaccel.errors import ModelError, first_line, nearest
 from anyaccel.explanation.known_models import find_bundled_configs, list_bundled_models
+from anyaccel.explanation.modular_folder import read_modular_folder
+from anyaccel.runtime.model_file_checks import INDEXES, check_index
 from anyaccel.tracing.model_folder import ModelFolder, read_model_folder
+from anyaccel.upstream.modular_index import MODULAR_INDEX, is_modular_folder
 
 __all__ = ["find_model"]
 
@@ -31,10 +34,12 @@ def find_model(model: str | os.PathLike[str], revision: str | None = None) -> Mo
         return read_model_folder(find_embedded_model())
     path = Path(text).expanduser()
     if path.is_dir():
+        if is_modular_folder(path):
+            return _read_modular_folder(path)
         if not (path / "model_index.json").is_file():
             raise ModelError(
-                f"{text} is not a pipeline folder: it has no model_index.json",
-                hint="pass a folder that contains model_index.json",
+                f"{text} is not a pipeline folder: it has no model_index.json and no {MODULAR_INDEX}",
+                hint="pass a folder that contains one of these files",
             )
         return read_model_folder(path)
     if path.exists():
@@ -50,7 +55,13 @@ def find_model(model: str | os.PathLike[str], revision: str | None = None) -> Mo
         raise ModelError(
             f"{text} is neither an existing folder nor a Hub ID", hint=nearest(text, [NAME, *list_bundled_models()])
         )
-    return read_model_folder(_download_configs(text, revision))
+    downloaded = _download_configs(text, revision)
+    return _read_modular_folder(downloaded) if is_modular_folder(downloaded) else read_model_folder(downloaded)
+
+
+def _read_modular_folder(path: Path) -> ModelFolder:
+    check_index(path / MODULAR_INDEX, trusted=False)
+    return read_modular_folder(path)
 
 
 @functools.cache
@@ -72,7 +83,7 @@ def _download_configs(name: str, revision: str | None) -> Path:
             hint="check the model name and the network connection; models available offline: "
             f"{', '.join(list_bundled_models())}",
         ) from error
-    if not (Path(folder) / "model_index.json").is_file():
+    if not any((Path(folder) / index).is_file() for index in INDEXES):
         raise ModelError(
             f"{name} is not a pipeline: it has no model_index.json",
             hint="pass the Hub ID of a diffusers pipeline, such as stable-diffusion-v1-5/stable-diffusion-v1-5",

@@ -15,6 +15,8 @@ from anyaccel.recipes import Recipe
 from anyaccel.tracing.missing_encoders import MissingConfig, find_output_widths
 from anyaccel.tracing.model_folder import Component, ModelFolder, is_a, require_recipe
 from anyaccel.upstream.diffusers_internals import read_optional_components
+from anyaccel.upstream.diffusers_loading import list_component_specs
+from anyaccel.upstream.modular_blocks import disable_progress_bars
 
 __all__ = ["FullSizePipeline", "build_components", "build_pipeline"]
 
@@ -61,7 +63,7 @@ def build_pipeline(
             if tiny_component is None:
                 components[component.name] = _make_processor(component)
             elif isinstance(tiny_component, torch.nn.Module):
-                missing = MissingConfig(component.name, component.kind, folder.path / component.name)
+                missing = MissingConfig(component.name, component.kind, folder.find_folder(component.name))
                 if replace_encoder is None or not _is_encoder(tiny_component):
                     raise missing.make_error(folder.pipeline)
                 not_included.append(missing)
@@ -80,9 +82,16 @@ def build_pipeline(
             widths = find_output_widths(encoder, tiny.components, components)
             components[missing.name] = replace_encoder(missing.name, encoder, widths)
     _extend_tokenizers(components)
-    pipe = pipeline_class(**components)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = pipeline_class(**components) if folder.make_empty is None else _fill(folder.make_empty(recipe), components)
+    disable_progress_bars(pipe)
     return FullSizePipeline(pipe, recipe, tuple(not_included))
+
+
+def _fill(pipe: Any, components: Mapping[str, Any]) -> Any:
+    """Return a modular pipeline with these components; it creates the others, such as guiders, from configs."""
+    loaded = list_component_specs(pipe)
+    pipe.update_components(**{name: value for name, value in components.items() if name in loaded})
+    return pipe
 
 
 @contextlib.contextmanager
@@ -121,7 +130,7 @@ def _remove_unlisted(
     required = []
     for name in sorted(names - {component.name for component in folder.components}):
         if keep and name not in optional and _is_encoder(components[name]):
-            required.append(MissingConfig(name, type(components[name]).__name__, folder.path / name))
+            required.append(MissingConfig(name, type(components[name]).__name__, folder.find_folder(name)))
         elif isinstance(components[name], torch.nn.Module):  # an optional component that this model does not have
             components[name] = None
     return required

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,14 @@ class ModelFolder:
     """Settings of the pipeline itself, such as `force_zeros_for_empty_prompt`."""
     absent: frozenset[str] = frozenset()
     """Components that the index lists as `[null, null]`: the model does not have them."""
+    folders: Mapping[str, Path] = field(default_factory=dict)
+    """Folders of components that are not in the folder of the pipeline, as in a modular pipeline."""
+    make_empty: Callable[[Recipe], Any] | None = None
+    """Returns the modular pipeline without its components, for the call of a recipe; None for a plain pipeline."""
+
+    def find_folder(self, name: str) -> Path:
+        """Return the folder of a component."""
+        return self.folders.get(name, self.path / name)
 
     def missing_bytes(self, models: Iterable[str]) -> int | None:
         """Return the size in bytes of these models' weight files that have not been downloaded yet.
@@ -63,7 +71,7 @@ class ModelFolder:
             files = {str(name): int(size) for name, size in read_json(listed)["files"].items()}
             sizes = {name: _sum_plain(files, name) for name in models}
         else:
-            sizes = {name: _missing_bytes(self.path / name) for name in models}
+            sizes = {name: _missing_bytes(self.find_folder(name)) for name in models}
         present = [size for size in sizes.values() if size is not None]
         return sum(present) if len(present) == len(sizes) else None
 

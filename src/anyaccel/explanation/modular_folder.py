@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,9 @@ from anyaccel.runtime.model_file_checks import INDEXES
 from anyaccel.tracing.model_folder import Component, ModelFolder, read_json
 from anyaccel.upstream.diffusers_loading import list_component_specs
 
-__all__ = ["choose_blocks", "describe_blocks", "is_modular_folder", "make_empty_pipeline", "read_modular_folder"]
+__all__ = ["choose_blocks", "describe_blocks", "make_empty_pipeline", "read_modular_folder"]
 
 _CONFIGS = ("config.json", "scheduler_config.json", "guider_config.json")
-
-
-def is_modular_folder(path: Path) -> bool:
-    """Return whether a folder contains a modular pipeline, and no plain pipeline, which would be loaded instead."""
-    plain, modular = (path / name for name in INDEXES)
-    return modular.is_file() and not plain.is_file()
 
 
 def make_empty_pipeline(path: Path) -> Any:
@@ -53,7 +48,10 @@ def read_modular_folder(path: Path) -> ModelFolder:
     pipe = make_empty_pipeline(path)
     # A component without a folder or repository is not loaded: the index has it only because a block can use it.
     specs = {name: spec for name, spec in list_component_specs(pipe).items() if spec.pretrained_model_name_or_path}
-    components = [_read_component(name, spec) for name, spec in specs.items() if spec.type_hint is not None]
+    folders = {name: _find_folder(path, spec) for name, spec in specs.items()}
+    components = [
+        _read_component(name, spec, folders[name]) for name, spec in specs.items() if spec.type_hint is not None
+    ]
     if not components:
         raise ModelError(
             f"{path / INDEXES[1]} names no folder or repository for any component",
@@ -65,13 +63,27 @@ def read_modular_folder(path: Path) -> ModelFolder:
         pipeline=type(pipe).__name__,
         components=tuple(components),
         switches={name: value for name, value in settings.items() if name not in pipe.components},
+        folders=folders,
+        make_empty=functools.partial(_make_pipeline_to_trace, path),
     )
 
 
-def _read_component(name: str, spec: Any) -> Component:
+def _make_pipeline_to_trace(path: Path, base: Recipe) -> Any:
+    """Return the pipeline of a folder without its components, with blocks that accept the call of the recipe."""
+    pipe = make_empty_pipeline(path)
+    return type(pipe)(blocks=choose_blocks(pipe.blocks, base), pretrained_model_name_or_path=str(path))
+
+
+def _find_folder(path: Path, spec: Any) -> Path:
+    """Return the folder of a component's config."""
     # The folder may be a repository whose configs are included in the package; nothing is downloaded.
-    source = str(spec.pretrained_model_name_or_path)
-    folder = (find_bundled_configs(source) or Path(source).expanduser()) / (spec.subfolder or "")
+    source, subfolder = str(spec.pretrained_model_name_or_path), spec.subfolder or ""
+    folder = (find_bundled_configs(source) or Path(source).expanduser()) / subfolder
+    # The index of a repository names the repository itself, of which only the configs have been downloaded.
+    return folder if folder.is_dir() or not subfolder else path / subfolder
+
+
+def _read_component(name: str, spec: Any, folder: Path) -> Component:
     file = next((folder / config for config in _CONFIGS if (folder / config).is_file()), None)
     config = None if file is None else read_json(file)
     library, _, _ = spec.type_hint.__module__.partition(".")
