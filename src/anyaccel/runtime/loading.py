@@ -14,6 +14,7 @@ import torch
 from anyaccel.backends.device_functions import dtype_name, dtype_of
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.planning.options import PlacementOptions
+from anyaccel.runtime.custom_pipelines import check_class_name, find_custom_file, load_custom_class
 from anyaccel.runtime.loading_errors import call_diffusers
 from anyaccel.runtime.model_file_checks import check_model_folder, is_single_file
 from anyaccel.runtime.modular_loading import is_modular, load_modular_pipeline
@@ -54,6 +55,10 @@ def load_pipeline(
 
 def _load_files(kind: Any, model: str, options: dict[str, Any], target: LoadTarget | None, *, single: bool) -> Any:
     """Load a pipeline, with 8-bit weights in their format and with the components that come from files."""
+    file = find_custom_file(options["custom_pipeline"]) if options.get("custom_pipeline") is not None else None
+    if file is not None:
+        kind = load_custom_class(file)
+        del options["custom_pipeline"]
     files = find_component_files(options)
     passes_models = any(isinstance(value, torch.nn.Module) for value in options.values())
     needed = bool(files) or passes_models or "config" in options
@@ -65,7 +70,9 @@ def _load_files(kind: Any, model: str, options: dict[str, Any], target: LoadTarg
     for name, file in files.items():
         load = functools.partial(load_component, name=name, model=model, config=config, options=options)
         options[name] = call_diffusers(load, str(file), {})
-    loader = _find_single_file_loader(kind, options) if single else _find_class(kind, config, options).from_pretrained
+    loader = (
+        _find_single_file_loader(kind, options) if single else _find_class(kind, model, config, options).from_pretrained
+    )
     if single:
         options.pop("use_safetensors")  # the file's suffix decides
     with (
@@ -77,7 +84,7 @@ def _load_files(kind: Any, model: str, options: dict[str, Any], target: LoadTarg
     return pipe
 
 
-def _find_class(kind: Any, config: dict[str, Any], options: dict[str, Any]) -> Any:
+def _find_class(kind: Any, model: str, config: dict[str, Any], options: dict[str, Any]) -> Any:
     """Return the pipeline class of a folder if `kind` is the base class and the class is one of diffusers.
 
     The base class ignores components that its subclasses declare as optional, such as Wan's transformer
@@ -85,6 +92,8 @@ def _find_class(kind: Any, config: dict[str, Any], options: dict[str, Any]) -> A
     """
     if kind is not diffusers.DiffusionPipeline or options.get("custom_pipeline") is not None:
         return kind
+    if config:
+        check_class_name(config.get("_class_name"), model)
     found = getattr(diffusers, str(config.get("_class_name")), None)
     return found if isinstance(found, type) and issubclass(found, kind) else kind
 

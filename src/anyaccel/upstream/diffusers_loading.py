@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import UpstreamError
 
 __all__ = [
+    "CUSTOM_PIPELINE_FILE",
     "LoadedComponent",
     "calling_after_each_component",
     "find_components_manager",
     "list_component_specs",
+    "load_class_of_file",
     "read_absent_components",
     "recording_component_errors",
 ]
+
+# pipelines/pipeline_loading_utils.py: the file of a pipeline in a folder.
+CUSTOM_PIPELINE_FILE = "pipeline.py"
 
 _LOCK = threading.RLock()
 
@@ -59,6 +66,16 @@ def list_component_specs(pipe: Any) -> dict[str, Any]:
     """
     # modular_pipelines/modular_pipeline.py. `get_component_spec` returns a copy, but `load` sets the spec's fields.
     return {name: pipe._component_specs[name] for name in pipe.pretrained_component_names}
+
+
+def load_class_of_file(file: Path) -> Any:
+    """Import a Python file as diffusers does for `custom_pipeline=`; return its pipeline class, or None."""
+    utils: Any = importlib.import_module("diffusers.utils.dynamic_modules_utils")
+    # diffusers runs each file in the module of its name, so the classes of an earlier file of that name would be found,
+    # too.
+    sys.modules.pop(f"diffusers_modules.local.{file.stem}", None)
+    folder = str(file.absolute().parent)
+    return utils.get_class_from_dynamic_module(folder, module_file=file.name, trust_remote_code=True)
 
 
 def find_components_manager(pipe: Any) -> Any:

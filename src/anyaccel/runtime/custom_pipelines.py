@@ -1,0 +1,70 @@
+"""Pipeline classes that are defined outside of diffusers, in a Python file of the user or in the user's package."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import diffusers
+
+from anyaccel.errors import ModelError, ModelFileError, first_line
+from anyaccel.upstream.diffusers_loading import CUSTOM_PIPELINE_FILE, load_class_of_file
+
+__all__ = ["check_class_name", "find_custom_file", "load_custom_class"]
+
+
+def find_custom_file(custom_pipeline: Any) -> Path | None:
+    """Return the Python file that `custom_pipeline=` names, or None if it names a repository or a community pipeline.
+
+    Raise `ModelFileError` if the argument is a path that does not exist.
+    """
+    text = str(custom_pipeline)
+    path = Path(text).expanduser()
+    if text.startswith(("http://", "https://")):
+        return None
+    file = path / CUSTOM_PIPELINE_FILE if path.is_dir() else path
+    # A repository has at most one slash, and a community pipeline has none.
+    is_path = path.is_dir() or isinstance(custom_pipeline, Path) or text.startswith((".", "/", "~"))
+    if not is_path and not text.endswith(".py") and text.count("/") < 2:
+        return None
+    if not file.is_file():
+        raise ModelFileError(
+            f"the pipeline file {file} does not exist",
+            hint=f"pass the path of a Python file, or of a folder that contains {CUSTOM_PIPELINE_FILE}",
+        )
+    return file
+
+
+def load_custom_class(file: Path) -> Any:
+    """Import a Python file, and return the pipeline class that it defines."""
+    try:
+        found = load_class_of_file(file)
+    except Exception as error:
+        raise ModelError(
+            f"cannot import the pipeline file {file}: {type(error).__name__}: {first_line(error)}{_find_line(error)}",
+            hint="fix the file, or install the packages that it imports",
+        ) from error
+    if found is None:
+        raise ModelError(
+            f"the pipeline file {file} defines no subclass of DiffusionPipeline",
+            hint="define exactly one: class MyPipeline(DiffusionPipeline)",
+        )
+    return found
+
+
+def _find_line(error: Exception) -> str:
+    """Return the line of the user's file at which an error occurred; a `SyntaxError` names its line itself."""
+    frames = traceback.extract_tb(error.__traceback__)
+    is_users = bool(frames) and not isinstance(error, SyntaxError) and frames[-1].name == "<module>"
+    return f" (line {frames[-1].lineno})" if is_users else ""
+
+
+def check_class_name(name: Any, source: str) -> None:
+    """Raise `ModelError` if diffusers has no pipeline class of the name in an index."""
+    if isinstance(name, str) and not hasattr(diffusers, name):
+        raise ModelError(
+            f"{source} was saved by the pipeline class {name}, which diffusers does not have",
+            hint=f"load it with its class, anyaccel.place({name}.from_pretrained(…)), or pass the Python file of the "
+            "class: custom_pipeline='path/to/pipeline.py', trust_remote_code=True",
+        )
