@@ -1,6 +1,9 @@
 """Copies of weights to the device in parts, through pinned memory."""
 
 import copy
+import platform
+import subprocess
+import sys
 from typing import Any
 
 import diffusers
@@ -139,3 +142,24 @@ def test_weights_of_placed_and_loaded_pipelines_are_those_of_the_files(tmp_path:
     made: Any = recipes()["stable-diffusion"].make()
     made.save_pretrained(tmp_path)
     assert run_forked(NAME, lambda _: place_and_load(str(tmp_path))) == []
+
+
+FREED_BLOCKS = """
+import torch
+from benchmarks.host_memory import read_status
+from anyaccel.runtime.placement.weight_moves import release_freed_memory
+
+first = torch.ones(2**24, dtype=torch.uint8)
+del first  # from now on, glibc takes blocks of this size from its heap
+blocks = [torch.ones(2**20, dtype=torch.uint8) for _ in range(300)]
+del blocks[:-1]  # the last one is at the top of the heap, which glibc therefore does not shrink
+before = read_status()["RssAnon"]
+release_freed_memory()
+print(before - read_status()["RssAnon"])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has malloc_trim")
+def test_freed_memory_is_returned_to_the_operating_system() -> None:
+    done = subprocess.run([sys.executable, "-c", FREED_BLOCKS], capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 200 * 2**20

@@ -18,6 +18,7 @@ from anyaccel.backends.device import OpenDevice, find_device, open_device, read_
 from anyaccel.backends.device import sheet as find_sheet
 from anyaccel.backends.device_functions import dtype_name
 from anyaccel.backends.device_spec import AUTO
+from anyaccel.backends.device_type_checks import is_host
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import DoesNotFitError, UsageError, first_line
@@ -54,7 +55,7 @@ from anyaccel.runtime.placement.quantized_layers import (
     quantize_models,
     replace_unsupported_layers,
 )
-from anyaccel.runtime.placement.weight_moves import make_move_mode, stage_weights
+from anyaccel.runtime.placement.weight_moves import make_move_mode, release_freed_memory, stage_weights
 from anyaccel.runtime.placement_state import (
     Placement,
     drop_placement,
@@ -372,6 +373,8 @@ def _cast(pipe: Any, placement: Placement, target: torch.device, move: Any, cast
             # Some modules of a model that keeps its dtype may have another one. Quantized weights are never cast.
             if wanted.is_floating_point and getattr(torch, read_dtype(component)) != wanted:
                 component.to(wanted)
+        if not is_host(target):
+            release_freed_memory()
         restore_float32_weights(pipe, plan, kept)
         if plan.parallel.value is not None:
             split_models(pipe, placement)

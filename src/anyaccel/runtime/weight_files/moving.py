@@ -23,7 +23,7 @@ from anyaccel.planning.plan import Plan, make_plan
 from anyaccel.quantized_weights.quantize import quantize_model
 from anyaccel.runtime.introspection import is_denoiser, is_quantized, read_dtype
 from anyaccel.runtime.placement.oom_retry import clear_traceback_frames
-from anyaccel.runtime.placement.weight_moves import make_move_mode, stage_weights
+from anyaccel.runtime.placement.weight_moves import make_move_mode, release_freed_memory, stage_weights
 from anyaccel.runtime.weight_files.sizes import read_weight_bytes
 from anyaccel.upstream.diffusers_loading import calling_after_each_component
 
@@ -140,6 +140,7 @@ class ComponentMover:
             with torch.no_grad(), make_move_mode(self._make_plan(), device, [component]):
                 stage_weights([component], self.target.opened)
                 component.to(device)
+            release_freed_memory()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
