@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import diffusers
 from anyaccel.errors import ModelError, ModelFileError, first_line
 from anyaccel.upstream.diffusers_loading import CUSTOM_PIPELINE_FILE, load_class_of_file
 
-__all__ = ["check_class_name", "find_custom_file", "load_custom_class"]
+__all__ = ["check_class_name", "check_custom_blocks", "find_custom_file", "load_custom_class"]
 
 
 def find_custom_file(custom_pipeline: Any) -> Path | None:
@@ -38,19 +39,40 @@ def find_custom_file(custom_pipeline: Any) -> Path | None:
 
 def load_custom_class(file: Path) -> Any:
     """Import a Python file, and return the pipeline class that it defines."""
-    try:
-        found = load_class_of_file(file)
-    except Exception as error:
-        raise ModelError(
-            f"cannot import the pipeline file {file}: {type(error).__name__}: {first_line(error)}{_find_line(error)}",
-            hint="fix the file, or install the packages that it imports",
-        ) from error
+    found = _load_class(file, None)
     if found is None:
         raise ModelError(
             f"the pipeline file {file} defines no subclass of DiffusionPipeline",
             hint="define exactly one: class MyPipeline(DiffusionPipeline)",
         )
     return found
+
+
+def check_custom_blocks(folder: Path) -> None:
+    """Import the blocks in the Python file of a modular folder, if it has one; raise `ModelError` if this fails."""
+    config = folder / "modular_config.json"
+    content = json.loads(config.read_text()) if config.is_file() else {}
+    reference = content.get("auto_map", {}).get("ModularPipelineBlocks")
+    if reference is None:
+        return
+    module, _, name = str(reference).partition(".")
+    file = folder / f"{module}.py"
+    if not file.is_file():
+        raise ModelFileError(
+            f"the file {file}, which {config.name} names for the blocks, does not exist",
+            hint="copy or download the folder again",
+        )
+    _load_class(file, name)
+
+
+def _load_class(file: Path, name: str | None) -> Any:
+    try:
+        return load_class_of_file(file, name)
+    except Exception as error:
+        raise ModelError(
+            f"cannot import the pipeline file {file}: {type(error).__name__}: {first_line(error)}{_find_line(error)}",
+            hint="fix the file, or install the packages that it imports",
+        ) from error
 
 
 def _find_line(error: Exception) -> str:

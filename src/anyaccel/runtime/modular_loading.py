@@ -12,6 +12,7 @@ from diffusers.utils import logging as diffusers_logging
 
 from anyaccel.errors import ModelError, ModelFileError, UnknownComponentError, first_line, nearest
 from anyaccel.library_logging import drop_log_records
+from anyaccel.runtime.custom_pipelines import check_custom_blocks
 from anyaccel.runtime.loading_errors import call_diffusers
 from anyaccel.runtime.weight_files.moving import LoadTarget, make_mover
 from anyaccel.upstream.diffusers_internals import COMPONENTS_BAR, read_dtype_argument
@@ -53,6 +54,8 @@ def load_modular_pipeline(model: str, options: Mapping[str, Any], target: LoadTa
     remaining = dict(options)
     creation = {name: remaining.pop(name) for name in _CREATION_OPTIONS if name in remaining}
     trusted = bool(remaining.get("trust_remote_code"))
+    if trusted:
+        check_custom_blocks(Path(model).expanduser())
     pipe = call_diffusers(diffusers.ModularPipeline.from_pretrained, model, {**creation, "trust_remote_code": trusted})
     specs = list_component_specs(pipe)
     names = remaining.pop("names", None)

@@ -68,14 +68,14 @@ def list_component_specs(pipe: Any) -> dict[str, Any]:
     return {name: pipe._component_specs[name] for name in pipe.pretrained_component_names}
 
 
-def load_class_of_file(file: Path) -> Any:
-    """Import a Python file as diffusers does for `custom_pipeline=`; return its pipeline class, or None."""
+def load_class_of_file(file: Path, name: str | None = None) -> Any:
+    """Import a Python file as diffusers does for custom code; return the class of this name, or its pipeline class."""
     utils: Any = importlib.import_module("diffusers.utils.dynamic_modules_utils")
     # diffusers runs each file in the module of its name, so the classes of an earlier file of that name would be found,
     # too.
     sys.modules.pop(f"diffusers_modules.local.{file.stem}", None)
     folder = str(file.absolute().parent)
-    return utils.get_class_from_dynamic_module(folder, module_file=file.name, trust_remote_code=True)
+    return utils.get_class_from_dynamic_module(folder, module_file=file.name, class_name=name, trust_remote_code=True)
 
 
 def find_components_manager(pipe: Any) -> Any:
