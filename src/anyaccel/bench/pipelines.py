@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,15 +12,19 @@ import torch
 from anyaccel.backends.device import open_device
 from anyaccel.bench.case import ANYACCEL, FAST, OFFLOADED, BenchCase
 from anyaccel.explanation.model_configs import find_model
+from anyaccel.runtime.call_parameters import list_block_outputs, read_blocks
 from anyaccel.runtime.pipeline import DiffusionPipeline, place
 from anyaccel.tracing.meta_pipeline import build_components
 from anyaccel.upstream.diffusers_internals import read_dtype_argument
+from anyaccel.upstream.modular_blocks import disable_progress_bars
+from anyaccel.upstream.modular_index import is_modular_folder
 
 __all__ = ["is_left_out", "make_call", "make_pipeline"]
 
 _PROMPT = "a red apple on a table"
 # Components that a random pipeline does not have: the call passes embeddings, and needs no check of the result.
 _LEFT_OUT = ("text_encoder", "safety_checker", "image_encoder")
+_OUTPUTS = ("images", "videos", "audios", "audio")
 _DENOISERS = ("unet", "transformer", "transformer_2")
 
 
@@ -28,7 +33,7 @@ def make_pipeline(case: BenchCase, variant: str) -> Any:
     pipe = _make_portable(case, variant) if variant in ANYACCEL else _make_stock(case)
     if variant == "stock compiled":
         _compile(pipe, case.stock_compile)
-    pipe.set_progress_bar_config(disable=True)
+    disable_progress_bars(pipe)
     return pipe
 
 
@@ -52,6 +57,10 @@ def _make_stock(case: BenchCase) -> Any:
         return pipe.to(device, dtype) if dtype else pipe.to(device)
     library: Any = diffusers
     options = {read_dtype_argument(): dtype} if dtype else {}
+    if is_modular_folder(Path(case.model).expanduser()):
+        pipe = library.ModularPipeline.from_pretrained(case.model)
+        pipe.load_components(**options)
+        return pipe.to(device)
     return library.DiffusionPipeline.from_pretrained(case.model, **options).to(device)
 
 
@@ -102,7 +111,7 @@ def make_call(case: BenchCase, pipe: Any) -> dict[str, Any]:
     call: dict[str, Any] = {"output_type": "pt", **case.call}
     call |= {name: _make_image(name, size) for name, size in case.images.items()}
     if not case.random:
-        return {"prompt": _PROMPT, **call}
+        return {"prompt": _PROMPT, **call, **_select_output(pipe)}
     generator, device = torch.Generator().manual_seed(1), open_device(case.device).tensor_device
     for name, shape in case.embeds.items():
         if "mask" in name:  # as tokenizers return them
@@ -110,6 +119,13 @@ def make_call(case: BenchCase, pipe: Any) -> dict[str, Any]:
         else:
             call[name] = torch.randn(shape, generator=generator).to(device, getattr(torch, case.dtype or "float32"))
     return call
+
+
+def _select_output(pipe: Any) -> dict[str, str]:
+    """Return the argument that makes a modular pipeline return its result instead of all values of its blocks."""
+    outputs = [] if read_blocks(pipe) is None else list_block_outputs(pipe)
+    selected = next((name for name in _OUTPUTS if name in outputs), None)
+    return {} if selected is None else {"output": selected}
 
 
 def _make_image(name: str, size: tuple[int, int]) -> Any:

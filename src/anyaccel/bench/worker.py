@@ -57,8 +57,8 @@ class _BenchWorker:
         for _ in range(images - 1):
             output, _ = self.generate()
         output = output if output is not None else self.generate()[0]
-        # The first field: images, frames or audios.
-        result = self.torch.as_tensor(next(iter(output.values())))
+        # The first field: images, frames or audios. A modular pipeline returns the value of one field.
+        result = self.torch.as_tensor(next(iter(output.values())) if isinstance(output, dict) else output)
         numpy.save(self.folder / f"{self.variant}.npy", result.float().cpu().numpy())
         return {"first_picture_s": round(first_s, 4), **({"compiling_s": compile_times} if compile_times else {})}
 

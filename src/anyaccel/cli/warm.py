@@ -72,11 +72,12 @@ def warm_model(
         from anyaccel.generation.progress import counting_components
         from anyaccel.runtime.pipeline import DiffusionPipeline
         from anyaccel.runtime.placement_state import find_placement
+        from anyaccel.upstream.modular_blocks import disable_progress_bars
 
         with counting_components(_LoadingProgress(display, model)):
             pipe = DiffusionPipeline.from_pretrained(resolve_model(model).source)
         pipe.to(device, compile=True, expected_images=expected_images, **({"dtype": dtype} if dtype else {}))
-        pipe.set_progress_bar_config(disable=True)
+        disable_progress_bars(pipe)
         policy = pipe.plan.compile_policy
         if policy.value.when == "never":
             raise NotMeasurableError(

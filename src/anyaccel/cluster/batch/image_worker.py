@@ -89,6 +89,7 @@ class ImageWorker:
             from anyaccel.generation.model_loading import load_uncached
             from anyaccel.generation.request import make_request
             from anyaccel.planning.options import PlacementOptions
+            from anyaccel.upstream.modular_blocks import disable_progress_bars
 
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -103,7 +104,7 @@ class ImageWorker:
         )
         options = PlacementOptions(dtype=self.request.dtype, speed=settings.speed, weights=settings.weights)
         self.loaded = load_uncached(self.request, options, ProgressListener())
-        self.loaded.pipe.set_progress_bar_config(disable=True)
+        disable_progress_bars(self.loaded.pipe)
         plan = self.loaded.pipe.plan
         self.facts = WorkerFacts(
             pipeline=type(self.loaded.pipe).__name__,

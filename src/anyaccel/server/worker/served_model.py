@@ -14,7 +14,13 @@ from PIL import Image
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.errors import DoesNotFitError, NotFiniteError, UsageError
-from anyaccel.generation.call_validation import check_image_call, find_default, pick_images
+from anyaccel.generation.call_validation import (
+    check_image_call,
+    find_default,
+    list_parameters,
+    pick_images,
+    select_image_output,
+)
 from anyaccel.generation.image import expected_metadata
 from anyaccel.generation.metadata import ImageMetadata
 from anyaccel.generation.model_loading import LoadedModel, load_uncached
@@ -23,6 +29,7 @@ from anyaccel.planning.options import PlacementOptions
 from anyaccel.progress import ProgressListener
 from anyaccel.runtime.auto_pipelines import AutoPipelineForImage2Image, AutoPipelineForInpainting
 from anyaccel.runtime.call.validation import find_size_multiple
+from anyaccel.runtime.call_parameters import read_blocks
 from anyaccel.runtime.call_request import read_call_request
 from anyaccel.runtime.introspection import plain_class
 from anyaccel.runtime.placement.memory_plan import find_default_side, list_call_rules, plan_call
@@ -35,6 +42,7 @@ from anyaccel.server.settings import ServedName, ServerSettings, compute_max_in_
 from anyaccel.server.worker.denoise_progress import StepObserver, observing_steps
 from anyaccel.server.worker.job_spec import JobSpec, Task
 from anyaccel.server.worker.messages import ModelFacts
+from anyaccel.upstream.modular_blocks import disable_progress_bars
 
 __all__ = ["ServedModel", "UnsafeContentError"]
 
@@ -63,7 +71,7 @@ class ServedModel:
         )
         self.loaded: LoadedModel = load_uncached(request, options, listener)
         self.pipe = self.loaded.pipe
-        self.pipe.set_progress_bar_config(disable=True)
+        disable_progress_bars(self.pipe)
         self.defaults: dict[str, Any] = dict(CALL_DEFAULTS) if request.model.kind == "embedded" else {}
         self._load_adapters()
         self.pipes = _find_pipelines(self.pipe)
@@ -89,7 +97,7 @@ class ServedModel:
             dtype=plan.dtype.value,
             weights=self.settings.weights,
             tasks=tuple(self.pipes),
-            parameters={task: tuple(_parameters(pipe)) for task, pipe in self.pipes.items()},
+            parameters={task: tuple(list_parameters(pipe)) for task, pipe in self.pipes.items()},
             multiple=find_size_multiple(self.pipe) or 1,
             sizes=self.sizes,
             fixed_sizes=self._is_static(),
@@ -102,7 +110,7 @@ class ServedModel:
 
     def _find_defaults(self, pipe: Any) -> dict[str, float | None]:
         names = ["num_inference_steps", "guidance_scale"]
-        names += ["strength"] if "strength" in _parameters(pipe) else []
+        names += ["strength"] if "strength" in list_parameters(pipe) else []
         return {name: self.defaults.get(name, find_default(pipe, name)) for name in names}
 
     def generate(
@@ -147,7 +155,7 @@ class ServedModel:
 
     def _make_call(self, spec: JobSpec, inputs: Mapping[str, Image.Image]) -> dict[str, Any]:
         call = {**self.defaults, **spec.pipeline_kwargs()}
-        parameters = _parameters(self.pipes[spec.task])
+        parameters = list_parameters(self.pipes[spec.task])
         size = spec.width, spec.height
         for name, image in inputs.items():
             call[name] = image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
@@ -193,7 +201,7 @@ class ServedModel:
             self.close()
             try:
                 with observing_steps(pipe, observer, size):
-                    return pipe(**call)
+                    return pipe(**call, **select_image_output(pipe))
             finally:
                 if was_shared:
                     self._resume_sharing(pipe)
@@ -222,6 +230,8 @@ class ServedModel:
         assert placement is not None
         if placement.residence != "resident" or placement.plan.step_skipping.value is not None:
             return  # offloading and step skipping hold the state of a single call
+        if read_blocks(self.pipe) is not None:
+            return  # the guider of a modular pipeline also holds the state of a call
         max_calls = self._find_max_calls()
         if max_calls == 1:
             return
@@ -264,7 +274,7 @@ class ServedModel:
                 task=task, model=self.name, prompt=_PROMPTS[0], seeds=(0,), width=width, height=height,
                 num_inference_steps=2,
             )  # fmt: skip
-            if "strength" in _parameters(pipe):  # with the default of SDXL, 0.3, no step would run
+            if "strength" in list_parameters(pipe):  # with the default of SDXL, 0.3, no step would run
                 spec = replace(spec, strength=1.0)
             try:
                 self.generate(spec, 0, inputs, StepObserver(lambda done, total: None))
@@ -301,7 +311,7 @@ class ServedModel:
         return 1
 
     def _warm_up_call(self, prompt: str, width: int, height: int, steps: int) -> dict[str, Any]:
-        parameters = _parameters(self.pipe)
+        parameters = list_parameters(self.pipe)
         values = {**self.defaults, "num_inference_steps": steps, "width": width, "height": height}
         call = {"prompt": prompt, **{name: value for name, value in values.items() if name in parameters}}
         if "generate" not in self.pipes and "image" in parameters:
@@ -340,13 +350,12 @@ def _adapter_of(spec: JobSpec) -> str | None:
     return None if spec.lora is None else f"{spec.lora}@{spec.lora_scale}"
 
 
-def _parameters(pipe: Any) -> list[str]:
-    return [name for name in inspect.signature(plain_class(pipe).__call__).parameters if name != "self"]
-
-
 def _find_pipelines(pipe: Any) -> dict[Task, Any]:
     """Return a pipeline for each supported task; all pipelines share the models of `pipe`."""
     parameters = inspect.signature(plain_class(pipe).__call__).parameters
+    if read_blocks(pipe) is not None:
+        check_image_call(pipe, {})
+        return {"generate": pipe}
     if "prompt" not in parameters:
         raise UsageError(f"{type(pipe).__name__} does not accept a prompt", hint="serve a text-to-image model")
     pipes: dict[Task, Any] = {}
