@@ -209,6 +209,11 @@ def test_damaged_folders(own_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="unet"):
         generate("a red fox", own_folder, **CPU)
     weights.write_bytes(content)
+    blocks = own_folder / "modular_config.json"
+    blocks.write_text(json.dumps({"auto_map": {"ModularPipelineBlocks": "block.Own"}}))
+    with pytest.raises(ModelError, match="contains custom code"):
+        generate("a red fox", own_folder, **CPU)
+    blocks.unlink()
     (own_folder / INDEX).write_text("{")
     with pytest.raises(ModelError, match=INDEX):
         generate("a red fox", own_folder, **CPU)
