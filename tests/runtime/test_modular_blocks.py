@@ -160,6 +160,14 @@ def test_blocks_from_the_code_of_a_folder(folder: Path) -> None:
     assert numpy.abs(draw(make()) - expected).max() > 1e-3
 
 
+def test_code_of_a_folder_runs_once(folder: Path) -> None:
+    runs = folder / "runs.txt"
+    code = f"with open({str(runs)!r}, 'a') as file:\n    file.write('x')\n"
+    (folder / "block.py").write_text(CODE + code)
+    anyaccel.ModularPipeline.from_pretrained(folder, trust_remote_code=True)
+    assert runs.read_text() == "x"
+
+
 def test_code_of_a_folder_is_not_run(folder: Path) -> None:
     (folder / "block.py").write_text("raise SystemExit('this must never run')\n")
     for kind in (anyaccel.DiffusionPipeline, anyaccel.ModularPipeline):

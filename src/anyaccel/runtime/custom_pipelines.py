@@ -49,7 +49,10 @@ def load_custom_class(file: Path) -> Any:
 
 
 def check_custom_blocks(folder: Path) -> None:
-    """Import the blocks in the Python file of a modular folder, if it has one; raise `ModelError` if this fails."""
+    """Import the blocks in the Python file of a modular folder, if it has one; raise `ModelError` if this fails.
+
+    This finds the reason after diffusers failed to load the folder.
+    """
     config = folder / "modular_config.json"
     content = json.loads(config.read_text()) if config.is_file() else {}
     reference = content.get("auto_map", {}).get("ModularPipelineBlocks")

@@ -54,9 +54,14 @@ def load_modular_pipeline(model: str, options: Mapping[str, Any], target: LoadTa
     remaining = dict(options)
     creation = {name: remaining.pop(name) for name in _CREATION_OPTIONS if name in remaining}
     trusted = bool(remaining.get("trust_remote_code"))
-    if trusted:
-        check_custom_blocks(Path(model).expanduser())
-    pipe = call_diffusers(diffusers.ModularPipeline.from_pretrained, model, {**creation, "trust_remote_code": trusted})
+    try:
+        pipe = call_diffusers(
+            diffusers.ModularPipeline.from_pretrained, model, {**creation, "trust_remote_code": trusted}
+        )
+    except Exception:
+        if trusted:
+            check_custom_blocks(Path(model).expanduser())
+        raise
     specs = list_component_specs(pipe)
     names = remaining.pop("names", None)
     passed = {name: remaining.pop(name) for name in [*specs, *pipe.config] if name in remaining}
