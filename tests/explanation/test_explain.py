@@ -4,7 +4,9 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
+import diffusers
 import pytest
 
 import anyaccel
@@ -14,6 +16,7 @@ from anyaccel.explanation.device_argument import find_device_target
 from anyaccel.explanation.known_models import find_bundled_configs
 from anyaccel.explanation.largest_size import find_largest_size
 from anyaccel.explanation.text import describe_explanation
+from anyaccel.recipes import recipes
 from anyaccel.tracing.model_folder import read_model_folder
 from tests.conftest import RunCli
 
@@ -148,6 +151,44 @@ def test_invalid_folders_raise(tmp_path: Path) -> None:
     index.write_text("{}")
     expect_error("has no _class_name")
     expect_error("is a file", index)
+
+
+class OwnPipeline(diffusers.StableDiffusionPipeline):
+    """A pipeline class that is not part of diffusers."""
+
+
+def test_a_folder_of_a_pipeline_class_outside_of_diffusers_raises(tmp_path: Path, run_cli_forked: RunCli) -> None:
+    shutil.copytree(find_bundled_configs(SD) or "", tmp_path / "model")
+    index = tmp_path / "model" / "model_index.json"
+    content = json.loads(index.read_text())
+    for name in ("OwnPipeline", ["pipeline", "OwnPipeline"]):
+        index.write_text(json.dumps(content | {"_class_name": name}))
+        with pytest.raises(ModelError, match="OwnPipeline, and explain supports only pipeline classes of") as caught:
+            anyaccel.explain(tmp_path / "model", "a10g")
+        assert "place(OwnPipeline.from_pretrained(…), device).plan" in caught.value.hint
+    done = run_cli_forked("explain", str(tmp_path / "model"))
+    assert done.returncode == 2
+    assert "anyaccel check" not in done.stderr
+    index.write_text(json.dumps(content | {"_class_name": "DiffusionPipeline"}))
+    with pytest.raises(ModelError, match="explain has no recipe for it"):
+        anyaccel.explain(tmp_path / "model", "a10g")
+    # The hint works.
+    tiny, kind = cast(Any, recipes()["stable-diffusion"].make()), cast(Any, OwnPipeline)
+    pipe = kind(**tiny.components, requires_safety_checker=False)
+    assert str(anyaccel.place(pipe, "cpu").plan.memory).startswith("everything resident")
+
+
+@pytest.mark.parametrize("model", [None, 3, b"folder", ["folder"]])
+def test_a_model_that_is_not_a_name_raises(model: Any) -> None:
+    with pytest.raises(UsageError, match=f"not an object of the class {type(model).__name__}"):
+        anyaccel.explain(model, "mps")
+
+
+def test_a_loaded_pipeline_raises() -> None:
+    pipe: Any = recipes()["stable-diffusion"].make()
+    with pytest.raises(UsageError, match="not an object of the class StableDiffusionPipeline") as caught:
+        anyaccel.explain(pipe, "mps")
+    assert "anyaccel.place(pipe, device).plan" in caught.value.hint
 
 
 def test_download_size_of_missing_weights(tmp_path: Path) -> None:

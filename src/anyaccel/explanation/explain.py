@@ -10,6 +10,7 @@ import torch
 
 from anyaccel.backends.device_functions import dtype_name
 from anyaccel.call_limits import check_batch, check_frames, check_side
+from anyaccel.errors import ModelError, UsageError
 from anyaccel.explanation.call_arguments import (
     RequestedSize,
 )
@@ -24,7 +25,7 @@ from anyaccel.planning.facts import ComponentFacts, PipelineFacts
 from anyaccel.planning.options import PlacementOptions, check_residence, read_options
 from anyaccel.planning.plan import Plan, make_plan
 from anyaccel.tracing.meta_autocast import accept_meta_autocast
-from anyaccel.tracing.model_folder import ModelFolder
+from anyaccel.tracing.model_folder import ModelFolder, find_recipe
 from anyaccel.upstream.torch_internals import assume_all_nonzero
 
 __all__ = ["explain"]
@@ -48,6 +49,7 @@ def explain(
     the pipeline. `device` is a name, a product, or a name with a
     memory size: `hpu`, `gaudi2`, `mps:16GiB`. Additional keyword arguments are the same as for `anyaccel.place`.
     """
+    _check_is_name(model)
     batch = check_batch(batch)
     width, height = (
         side if side is None else check_side(name, side) for name, side in (("width", width), ("height", height))
@@ -59,9 +61,33 @@ def explain(
     target = find_device_target(device)
     check_residence(requested.memory, unified_memory=target.sheet.unified_memory)
     folder = find_model(model, revision)
+    _check_has_recipe(folder)
     # Libraries log training advice when models are built from configs and run once.
     with quiet_libraries(everything=True), accept_meta_autocast(), assume_all_nonzero():
         return _explain(folder, target, requested, call_size, batch)
+
+
+def _check_is_name(model: Any) -> None:
+    if not isinstance(model, str | os.PathLike):
+        raise UsageError(
+            f"explain requires a folder or a Hub ID, not an object of the class {type(model).__name__}",
+            hint="pass the folder or the Hub ID of the pipeline; for a loaded pipeline, print "
+            "anyaccel.place(pipe, device).plan",
+        )
+
+
+def _check_has_recipe(folder: ModelFolder) -> None:
+    if find_recipe(folder.pipeline) is not None:
+        return
+    import diffusers
+
+    name = folder.pipeline
+    reason = "has no recipe for it" if hasattr(diffusers, name) else "supports only pipeline classes of diffusers"
+    raise ModelError(
+        f"cannot explain {folder.path} without loading it: its pipeline class is {name}, and explain {reason}",
+        hint="load the pipeline with its class, then print "
+        f"anyaccel.place({name.rpartition('.')[2]}.from_pretrained(…), device).plan, which contains the memory mode",
+    )
 
 
 def _explain(

@@ -79,7 +79,10 @@ class ModelFolder:
 def read_model_folder(path: Path) -> ModelFolder:
     """Read the JSON files in a pipeline's folder; weight files are not opened."""
     index = read_json(path / _INDEX)
-    if not isinstance(index.get("_class_name"), str):
+    pipeline = index.pop("_class_name", None)
+    if isinstance(pipeline, list):  # [Python file, class]: code in the folder, which is not run
+        pipeline = ".".join(str(part) for part in pipeline)
+    if not isinstance(pipeline, str):
         raise ModelError(
             f"{path / _INDEX} has no _class_name",
             hint="pass the folder of a diffusers pipeline",
@@ -91,9 +94,7 @@ def read_model_folder(path: Path) -> ModelFolder:
     ]
     switches = {name: entry for name, entry in index.items() if name not in entries and not name.startswith("_")}
     absent = frozenset(name for name, (library, _) in entries.items() if library is None)
-    return ModelFolder(
-        path=path, pipeline=index["_class_name"], components=tuple(components), switches=switches, absent=absent
-    )
+    return ModelFolder(path=path, pipeline=pipeline, components=tuple(components), switches=switches, absent=absent)
 
 
 def find_recipe(pipeline: str) -> Recipe | None:
