@@ -30,6 +30,9 @@ class ProgressListener:
         `done` of `total` components are loaded. `name` is the next component, or empty after the last one.
         """
 
+    def on_layer(self, done: int, total: int, text: str) -> None:
+        """Called before each layer of a model is quantized, and after the last one."""
+
     def on_step(self, done: int, total: int | None) -> None:
         """Called before the first denoising step and after each one; `total` is None if it is unknown.
 

@@ -1,6 +1,7 @@
 """The option `--weights` of every command that loads a model."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from anyaccel.emulator.run_forked import run_forked
 from anyaccel.generation.image_format import read_metadata
 from anyaccel.generation.metadata import ImageMetadata
 from anyaccel.planning.options import WEIGHT_FORMATS
+from anyaccel.quantized_weights import quantize
 from anyaccel.recipes import recipes
 from anyaccel.server.http.responses import describe_model
 from anyaccel.server.settings import ServedName, ServerSettings
 from anyaccel.server.worker.denoise_progress import StepObserver
 from anyaccel.server.worker.job_spec import JobSpec
 from anyaccel.server.worker.served_model import ServedModel
+from tests.cli.terminal import run_on_terminal
 from tests.conftest import NEEDS_RECIPES, RunCli
 
 pytestmark = [NEEDS_RECIPES, pytest.mark.usefixtures("pipelines_imported")]
@@ -82,6 +85,27 @@ def test_generate_prints_the_plan_with_the_error(run_cli_forked: RunCli, folder:
     assert "weights='fp8' was requested; relative error of the weights: text_encoder 2." in " ".join(
         done.stdout.split()
     )
+
+
+def test_generate_shows_the_progress_on_a_terminal(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = quantize._quantize
+
+    def quantize_slowly(*args: Any) -> Any:
+        time.sleep(0.2)
+        return original(*args)
+
+    monkeypatch.setattr(quantize, "_quantize", quantize_slowly)
+    command = ["generate", "a red apple", "--model", str(folder), "--device", "cpu", "--weights", "int8"]
+    screen = run_on_terminal(
+        [*command, "-o", str(tmp_path / "a.png")], press=(b"quantizing FluxTransformer2DModel to int8", b"\x03"),
+        columns=200,
+    )  # fmt: skip
+    assert screen.status == 130
+    assert "interrupted" in screen.text
+    assert "Traceback" not in screen.text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_batch(run_cli_forked: RunCli, folder: Path, tmp_path: Path, expected: Any) -> None:

@@ -3,8 +3,11 @@
 import copy
 import functools
 import math
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -15,12 +18,20 @@ import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.planning.options import WEIGHT_FORMATS
+from anyaccel.quantized_weights import quantize
 from anyaccel.quantized_weights.dequantized_linear import DequantizedLinear
-from anyaccel.quantized_weights.quantize import find_layers, quantize_model, quantize_weight, read_error
+from anyaccel.quantized_weights.quantize import (
+    find_layers,
+    is_partly_quantized,
+    quantize_model,
+    quantize_weight,
+    read_error,
+)
 from anyaccel.quantized_weights.replace_layers import list_formats
 from anyaccel.recipes import Recipe, recipes, run
 from anyaccel.runtime.introspection import read_facts
 from anyaccel.runtime.placement.quantized_layers import find_models_to_quantize, quantize_models
+from anyaccel.upstream.diffusers_internals import use_progress_bars
 from tests.conftest import NEEDS_RECIPES
 from tests.emulator.forked import DEVICES
 from tests.quantized_weights.quantizers import FORMATS, RECIPE, make_pipeline
@@ -178,6 +189,62 @@ def test_weights_that_fit_when_quantized_stay_on_the_device() -> None:
     small = needs[1][1] * 3 // 2
     assert needs[0][1] > small
     assert [residence for residence, _ in run_forked("mps", use, memory=small)] == ["phase", "resident"]
+
+
+def interrupting_at(name: str, layer: int) -> AbstractContextManager[None]:
+    """Raise `KeyboardInterrupt` in the `with` block when a layer of a model class is quantized, as Ctrl-C does."""
+
+    def make_bar(layers: list[Any], *, desc: str, **options: Any) -> Iterator[Any]:
+        for number, item in enumerate(layers):
+            if name in desc and number == layer:
+                raise KeyboardInterrupt
+            yield item
+
+    return use_progress_bars(make_bar)
+
+
+@pytest.mark.parametrize("memory", ["resident", "phase"])
+def test_an_interrupted_quantization_can_be_continued(memory: str) -> None:
+    def use(accelerator: VirtualAccelerator) -> tuple[Any, Any]:
+        device = f"virtual:{accelerator.name}"
+        pipe = anyaccel.place(RECIPE.make(), device, dtype="float32", memory=memory)
+        run(RECIPE, pipe)
+        with interrupting_at("FluxTransformer2DModel", 5), pytest.raises(KeyboardInterrupt):
+            pipe.to(device, weights="nf4")
+        assert list_formats(pipe.transformer) == {"nf4": 5}
+        partial = run(RECIPE, pipe)
+        assert dict(pipe.plan.weights.value)["transformer"] == "nf4"
+        with pytest.raises(anyaccel.AnyaccelError, match="already has nf4 weights"):
+            pipe.to(device, weights="int8")
+        pipe.to(device, weights="nf4")
+        assert list_formats(pipe.transformer) == {"nf4": 21}
+        assert not is_partly_quantized(pipe.transformer)
+        return partial, run(RECIPE, pipe)
+
+    partial, image = run_forked("mps", use)
+    assert numpy.isfinite(partial).all()
+    numpy.testing.assert_allclose(image, run_dequantized("flux", "nf4"), atol=1e-5)
+
+
+def test_a_rejected_quantization_keeps_the_placement() -> None:
+    pipe = anyaccel.place(RECIPE.make(), "cpu", dtype="float32")
+    plan = pipe.plan
+    with interrupting_at("CLIPTextModel", 0), pytest.raises(KeyboardInterrupt):
+        pipe.to("cpu", weights="int8")
+    assert pipe.plan is plan
+
+
+def test_progress_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(quantize, "_BAR_DELAY_S", 0)
+    stderr = sys.stderr
+    for isatty in (False, True):
+        monkeypatch.setattr(stderr, "isatty", lambda isatty=isatty: isatty, raising=False)
+        quantize_model(cast(Any, RECIPE.make()).transformer, "int8")
+        text = capsys.readouterr().err
+        assert ("Quantizing FluxTransformer2DModel to int8: 100%" in text) is isatty
+    monkeypatch.setattr(quantize, "_BAR_DELAY_S", 2)
+    quantize_model(cast(Any, RECIPE.make()).transformer, "int8")
+    assert capsys.readouterr().err == "", "short quantizations have no bar"
 
 
 def test_later_placements() -> None:

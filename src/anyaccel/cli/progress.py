@@ -62,6 +62,10 @@ class Display(ProgressListener):
         """Show the number of loaded components and the name of the next one."""
         self._update_bar(f"{self._phase}: {name}" if name else self._phase, done, total)
 
+    def on_layer(self, done: int, total: int, text: str) -> None:
+        """Show the number of quantized layers."""
+        self._update_bar(f"{self._phase}: {text}", done, total)
+
     def on_step(self, done: int, total: int | None) -> None:
         """Show the number of finished denoising steps."""
         self._update_bar(self._phase, done, total, unit="step ")

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from anyaccel.library_logging import no_transformers_bars
 from anyaccel.progress import ProgressListener
+from anyaccel.quantized_weights.quantize import QUANTIZATION_BAR
 from anyaccel.upstream.diffusers_internals import COMPONENTS_BAR, use_progress_bars
 from anyaccel.upstream.modular_blocks import list_blocks
 
@@ -69,7 +70,7 @@ def counting_steps(pipe: Any, listener: ProgressListener | None) -> Iterator[Non
 
 @contextmanager
 def counting_components(listener: ProgressListener | None) -> Iterator[None]:
-    """Notify a listener of loaded components inside the `with` block, instead of showing progress bars."""
+    """Notify a listener of loaded components and quantized layers in the `with` block, without progress bars."""
     if listener is None:
         yield
         return
@@ -80,10 +81,19 @@ def counting_components(listener: ProgressListener | None) -> Iterator[None]:
             # Only now, after the downloads: earlier, this would also hide the download bars of the hub.
             stack.enter_context(no_transformers_bars())
             return _count_components(component_listener, list(args[0]))
+        if args and str(options.get("desc")).startswith(QUANTIZATION_BAR):
+            return _count_layers(component_listener, list(args[0]), str(options["desc"]))
         return diffusers_logging.EmptyTqdm(*args, **options)
 
     with ExitStack() as stack, use_progress_bars(make_bar):
         yield
+
+
+def _count_layers(listener: ProgressListener, layers: list[Any], text: str) -> Iterator[Any]:
+    for done, layer in enumerate(layers):
+        listener.on_layer(done, len(layers), text[:1].lower() + text[1:])
+        yield layer
+    listener.on_layer(len(layers), len(layers), text[:1].lower() + text[1:])
 
 
 def _count_components(listener: ProgressListener, components: list[Any]) -> Iterator[Any]:

@@ -31,16 +31,18 @@ class DequantizedLinear(torch.nn.Linear):
 
         Hooks and references of the user then stay.
         """
-        del layer.weight
+        # The class changes when the layer has all attributes, so that an interruption leaves a layer that works.
+        attributes: Any = layer
+        attributes.format, attributes.dtype, attributes.part_names = form, dtype, tuple(parts)
+        for name, part in parts.items():
+            layer.register_buffer(name, part)
         converted: Any = layer
         try:
             layer.__class__ = cls
         except TypeError:  # the class has another memory layout, such as `QLinear` of quanto
             converted = cls.__new__(cls)
             vars(converted).update(vars(layer))
-        converted.format, converted.dtype, converted.part_names = form, dtype, tuple(parts)
-        for name, part in parts.items():
-            converted.register_buffer(name, part)
+        del converted.weight
         return converted  # type: ignore[no-any-return]
 
     @property

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+from diffusers.utils import logging as diffusers_logging
 
 from anyaccel.errors import UsageError
 from anyaccel.planning.facts import WeightError
@@ -18,7 +20,14 @@ from anyaccel.quantized_weights.replace_layers import set_replaced_quantizer
 from anyaccel.upstream import diffusers_internals, transformers_internals
 from anyaccel.upstream.gguf_internals import quantize_blocks
 
-__all__ = ["find_layers", "quantize_model", "quantize_weight", "read_error"]
+__all__ = ["QUANTIZATION_BAR", "find_layers", "is_partly_quantized", "quantize_model", "quantize_weight", "read_error"]
+
+# Start of the progress-bar description. The commands show a display of their own instead of the bar.
+QUANTIZATION_BAR = "Quantizing"
+# In seconds. Shorter quantizations show no bar.
+_BAR_DELAY_S = 2
+# Attribute of a model while its layers are quantized, which stays if this is interrupted.
+_UNFINISHED = "_anyaccel_unfinished_quantization"
 
 # QLoRA (https://arxiv.org/abs/2305.14314), appendix E.
 _NF4 = (
@@ -36,13 +45,35 @@ def quantize_model(model: torch.nn.Module, weights: str) -> None:
     """Quantize the linear layers of a model, one at a time, and measure their errors. This is permanent.
 
     Weights on the CPU need no memory beyond that of one layer in float32. Those on `meta` get an error of NaN.
+
+    If this is interrupted, the model works with the layers that are quantized already. Calling it again with the same
+    format quantizes the others.
     """
-    with torch.no_grad():
-        for layer in find_layers(model, weights).values():
-            weight = layer.weight.detach()
-            form, parts, error = _quantize_on_meta(weight, weights) if weight.is_meta else _quantize(weight, weights)
-            DequantizedLinear.convert(layer, form, parts, weight.dtype).error = error
-    set_replaced_quantizer(model)
+    layers = list(find_layers(model, weights).values())
+    vars(model)[_UNFINISHED] = True
+    try:
+        with torch.no_grad():
+            for layer in _show_progress(layers, f"{QUANTIZATION_BAR} {type(model).__name__} to {weights}"):
+                weight = layer.weight.detach()
+                quantize = _quantize_on_meta if weight.is_meta else _quantize
+                form, parts, error = quantize(weight, weights)
+                DequantizedLinear.convert(layer, form, parts, weight.dtype).error = error
+    finally:
+        set_replaced_quantizer(model)
+    del vars(model)[_UNFINISHED]
+
+
+def is_partly_quantized(model: torch.nn.Module) -> bool:
+    """Return whether `quantize_model` was interrupted and has not been repeated since."""
+    return _UNFINISHED in vars(model)
+
+
+def _show_progress(layers: list[torch.nn.Linear], text: str) -> Iterable[torch.nn.Linear]:
+    if all(layer.weight.is_meta for layer in layers):
+        return layers
+    make_bar: Any = diffusers_logging.tqdm
+    # disable=None: only on a terminal or in a notebook.
+    return make_bar(layers, desc=text, unit="layer", delay=_BAR_DELAY_S, disable=None)  # type: ignore[no-any-return]
 
 
 def _quantize(weight: torch.Tensor, weights: str) -> tuple[WeightFormat, Parts, float]:

@@ -77,6 +77,10 @@ class GenerateRun(ProgressListener):
         """Show the number of loaded components."""
         self.display.on_component(done, total, name)
 
+    def on_layer(self, done: int, total: int, text: str) -> None:
+        """Show the number of quantized layers."""
+        self.display.on_layer(done, total, text)
+
     def on_step(self, done: int, total: int | None) -> None:
         """Show the number of finished steps; raise KeyboardInterrupt if the user pressed Ctrl-C."""
         self.display.on_step(done, total)

@@ -28,6 +28,7 @@ from anyaccel.planning.dtype import HALF_PRECISIONS, find_smaller_dtype
 from anyaccel.planning.memory import MemoryRule, Residence
 from anyaccel.planning.options import PlacementOptions, check_residence, read_options
 from anyaccel.planning.plan import Plan, make_plan
+from anyaccel.quantized_weights.replace_layers import list_formats
 from anyaccel.runtime.distributed.parallel import (
     check_splits,
     count_ranks,
@@ -143,7 +144,12 @@ def _change_weights(pipe: Any, opened: OpenDevice, options: PlacementOptions, be
     unquantized = find_models_to_quantize(pipe, options.weights)
     if unquantized:
         _undo(pipe, before)  # streamed layers cannot be replaced
-        quantize_models(unquantized, options.weights)
+        try:
+            quantize_models(unquantized, options.weights)
+        except BaseException:  # including KeyboardInterrupt
+            if any(list_formats(model) for model in unquantized.values()):
+                drop_placement(pipe)  # its plan describes the weights before
+            raise
     replace_unsupported_layers(find_models(pipe), opened.sheet, virtual=find_device(opened.sheet.name).virtual)
 
 

@@ -12,7 +12,7 @@ from anyaccel.errors import UsageError
 from anyaccel.planning.weight_formats import check_not_quantized_otherwise, find_weights_to_quantize
 from anyaccel.planning.weight_kernels import has_kernels
 from anyaccel.quantized_weights.dequantized_linear import DequantizedLinear
-from anyaccel.quantized_weights.quantize import quantize_model
+from anyaccel.quantized_weights.quantize import is_partly_quantized, quantize_model
 from anyaccel.quantized_weights.replace_layers import list_formats, replace_quantized_layers
 from anyaccel.runtime.introspection import find_models, read_facts
 from anyaccel.runtime.placement_state import Placement
@@ -40,7 +40,7 @@ def find_models_to_quantize(pipe: Any, weights: str | None) -> dict[str, torch.n
         if component.name in chosen:
             check_not_quantized_otherwise(component, weights)
     done = {component.name for component in facts.components if component.weight_error is not None}
-    found = {name: models[name] for name in chosen if name not in done}
+    found = {name: models[name] for name in chosen if name not in done or is_partly_quantized(models[name])}
     if found:
         check_not_quantized(pipe, f"weights={weights!r}")
     return found

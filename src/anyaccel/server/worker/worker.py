@@ -168,6 +168,10 @@ class _LoadReporter(ProgressListener):
         text = f"{self.name}: {name} ({done} of {total})" if name else f"{self.name}: warming up"
         self.worker.send(LoadProgress(self.worker.models_loaded, self.total, text))
 
+    def on_layer(self, done: int, total: int, text: str) -> None:
+        progress = f"{self.name}: {text} ({done} of {total} layers)"
+        self.worker.send(LoadProgress(self.worker.models_loaded, self.total, progress))
+
 
 class _WorkerJob:
     """A job that the worker is running, with one thread per image."""
