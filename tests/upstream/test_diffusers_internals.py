@@ -277,13 +277,6 @@ def test_calls_store_the_number_of_steps() -> None:
     assert internals.read_step_count(pipe) == len(pipe.scheduler.timesteps)
 
 
-def test_read_progress_bar_config() -> None:
-    pipe: Any = recipes()["stable-diffusion"].make()
-    pipe.set_progress_bar_config(disable=True, leave=False)
-    assert internals.read_progress_bar_config(pipe) == {"disable": True, "leave": False}
-    assert internals.read_progress_bar_config(SimpleNamespace()) == {}
-
-
 def test_use_progress_bars_replaces_the_loading_bar(tmp_path: Path) -> None:
     pipe: Any = recipes()["stable-diffusion"].make()
     pipe.save_pretrained(tmp_path)

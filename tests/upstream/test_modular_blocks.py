@@ -1,6 +1,9 @@
 """The blocks of modular pipelines, on which anyaccel depends."""
 
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from anyaccel.recipes import recipes
 from anyaccel.upstream import modular_blocks
@@ -31,3 +34,16 @@ def test_configure_progress_bars() -> None:
     modular_blocks.configure_progress_bars(pipe, disable=None, desc="x")
     assert all(block._progress_bar_config == {"disable": None, "desc": "x"} for block in blocks)
     assert modular_blocks.list_blocks(object()) == []
+
+
+@pytest.mark.parametrize("name", ["stable-diffusion", "stable-diffusion-xl-modular"])
+def test_progress_bars_disabled(name: str) -> None:
+    pipe: Any = recipes()[name].make()
+    owners = [pipe, *modular_blocks.list_blocks(pipe)]
+    assert modular_blocks.read_progress_bar_config(SimpleNamespace()) == {}
+    modular_blocks.configure_progress_bars(pipe, leave=False)
+    before = [getattr(owner, "_progress_bar_config", None) for owner in owners]
+    assert modular_blocks.read_progress_bar_config(pipe) == {"leave": False}
+    with modular_blocks.progress_bars_disabled(pipe):
+        assert modular_blocks.read_progress_bar_config(pipe) == {"disable": True}
+    assert [getattr(owner, "_progress_bar_config", None) for owner in owners] == before

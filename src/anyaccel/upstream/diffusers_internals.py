@@ -49,7 +49,6 @@ __all__ = [
     "read_offload_order",
     "read_optional_components",
     "read_parallel_plan",
-    "read_progress_bar_config",
     "read_repeated_blocks",
     "read_step_count",
     "read_tensor_parallel_devices",
@@ -360,11 +359,6 @@ def read_step_count(pipe: Any) -> int | None:
     """
     count = getattr(pipe, "_num_timesteps", None)
     return count if isinstance(count, int) else None
-
-
-def read_progress_bar_config(pipe: Any) -> dict[str, Any]:
-    """Return the arguments of the last `set_progress_bar_config` call (pipelines/pipeline_utils.py)."""
-    return getattr(pipe, "_progress_bar_config", None) or {}
 
 
 @contextmanager

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["BLOCKS_ATTRIBUTE", "configure_progress_bars", "disable_progress_bars", "list_blocks"]
+__all__ = [
+    "BLOCKS_ATTRIBUTE",
+    "configure_progress_bars",
+    "disable_progress_bars",
+    "list_blocks",
+    "progress_bars_disabled",
+    "read_progress_bar_config",
+]
 
 # Attribute of a modular pipeline that contains its blocks (modular_pipelines/modular_pipeline.py).
 BLOCKS_ATTRIBUTE = "_blocks"
+# The arguments of the last `set_progress_bar_config` call of a pipeline (pipelines/pipeline_utils.py) or block.
+_BAR_CONFIG = "_progress_bar_config"
 
 
 def disable_progress_bars(pipe: Any) -> None:
@@ -25,6 +36,27 @@ def configure_progress_bars(pipe: Any, **config: Any) -> None:
     for block in list_blocks(pipe):
         if hasattr(block, "set_progress_bar_config"):
             block.set_progress_bar_config(**config)
+
+
+def read_progress_bar_config(pipe: Any) -> dict[str, Any]:
+    """Return the configuration of a pipeline's progress bars; that of a modular pipeline is the one of its blocks."""
+    configs = (vars(owner).get(_BAR_CONFIG) for owner in [pipe, *list_blocks(pipe)])
+    return next((config for config in configs if config), {})
+
+
+@contextmanager
+def progress_bars_disabled(pipe: Any) -> Iterator[None]:
+    """Disable the progress bars of a pipeline's calls inside the `with` block."""
+    owners = [pipe, *list_blocks(pipe)]
+    before = [vars(owner).get(_BAR_CONFIG) for owner in owners]
+    disable_progress_bars(pipe)
+    try:
+        yield
+    finally:
+        for owner, config in zip(owners, before, strict=True):
+            vars(owner).pop(_BAR_CONFIG, None)
+            if config is not None:
+                vars(owner)[_BAR_CONFIG] = config
 
 
 def list_blocks(pipe: Any) -> list[Any]:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from anyaccel.errors import UsageError
+from anyaccel.runtime.call_parameters import find_missing_arguments, read_blocks, read_call_parameters
 from anyaccel.runtime.introspection import find_components
-from anyaccel.upstream.diffusers_internals import read_progress_bar_config
+from anyaccel.upstream.modular_blocks import progress_bars_disabled, read_progress_bar_config
 
 __all__ = ["preserving_state", "warm_up"]
 
@@ -38,22 +39,22 @@ def warm_up(pipe: Any, shapes: Any, arguments: dict[str, Any]) -> None:
 
 def run_one_step(pipe: Any, arguments: dict[str, Any]) -> None:
     """Run one denoising step with the given call arguments and placeholders for missing required ones."""
-    accepts = _list_arguments(pipe)
-    call = {**_make_required(accepts, arguments), **arguments}
+    accepts = set(read_call_parameters(pipe))
+    required = _list_required(pipe, accepts, arguments)
+    call = {**_make_placeholders(required, arguments), **arguments}
     if "num_inference_steps" in accepts:
         call.setdefault("num_inference_steps", 1)
-    with preserving_state(pipe):
-        pipe.set_progress_bar_config(disable=True)
+    with preserving_state(pipe), progress_bars_disabled(pipe):
         pipe(**call)
 
 
 @contextmanager
 def preserving_state(pipe: Any) -> Iterator[None]:
-    """Restore the schedulers, the CPU random state and the progress bar settings after the `with` block."""
+    """Restore the schedulers and the CPU random state after the `with` block."""
     # Later images must be the same with and without a warmup: schedulers cache timesteps, and noise comes from the CPU.
     schedulers = [component for component in find_components(pipe).values() if hasattr(component, "set_timesteps")]
     before = [copy.deepcopy(vars(scheduler)) for scheduler in schedulers]
-    state, config = torch.get_rng_state(), read_progress_bar_config(pipe)
+    state = torch.get_rng_state()
     try:
         yield
     finally:
@@ -61,34 +62,33 @@ def preserving_state(pipe: Any) -> Iterator[None]:
         for scheduler, attributes in zip(schedulers, before, strict=True):
             vars(scheduler).clear()
             vars(scheduler).update(attributes)
-        pipe.set_progress_bar_config(**config)
 
 
-def _list_arguments(pipe: Any) -> set[str]:
-    """Return the names of a pipeline's call arguments and, if it is modular, of its blocks' inputs."""
-    import inspect
+def _list_required(pipe: Any, accepts: set[str], arguments: dict[str, Any]) -> set[str]:
+    """Return the arguments that a call requires, including a strength with which the only step runs."""
+    names = {"prompt"} & accepts if "prompt_embeds" not in arguments else set()
+    if read_blocks(pipe) is not None:
+        # Blocks also accept the inputs of other tasks. With an image, for example, those of image-to-image would run.
+        names |= set(find_missing_arguments(pipe, {**dict.fromkeys(names, ""), **arguments}))
+        return names | ({"strength"} & accepts if "image" in {*names, *arguments} else set())
+    # Text-to-image pipelines may have an optional `image`; with strength or mask_image it is required.
+    if accepts & {"strength", "mask_image"}:
+        names.add("image")
+    return (names | {"mask_image", "strength"}) & accepts
 
-    names = set(inspect.signature(pipe.__call__).parameters)
-    blocks = getattr(pipe, "blocks", None)
-    return names | set(getattr(blocks, "input_names", ()) or ())
 
-
-def _make_required(accepts: set[str], arguments: dict[str, Any]) -> dict[str, Any]:
+def _make_placeholders(names: set[str], arguments: dict[str, Any]) -> dict[str, Any]:
     """Return placeholders for missing required arguments: a prompt, a gray image, a mask and a strength."""
     from PIL import Image
 
-    required: dict[str, Any] = {}
-    if "prompt" in accepts and "prompt_embeds" not in arguments:
-        required["prompt"] = "warm-up"
     size = (arguments.get("width") or _INPUT_IMAGE_SIDE, arguments.get("height") or _INPUT_IMAGE_SIDE)
-    # Text-to-image pipelines may have an optional `image`; with strength or mask_image it is required.
-    if "image" in accepts and accepts & {"strength", "mask_image"}:
-        required["image"] = Image.new("RGB", size, "grey")
-    if "mask_image" in accepts:
-        required["mask_image"] = Image.new("L", size, "white")
-    if "strength" in accepts:
-        required["strength"] = 1.0  # a lower strength would skip the only step
-    return {name: value for name, value in required.items() if name not in arguments}
+    placeholders: dict[str, Any] = {
+        "prompt": "warm-up",
+        "image": Image.new("RGB", size, "grey"),
+        "mask_image": Image.new("L", size, "white"),
+        "strength": 1.0,  # a lower strength would skip the only step
+    }
+    return {name: value for name, value in placeholders.items() if name in names and name not in arguments}
 
 
 def _read_shape(shape: Any) -> dict[str, Any]:
