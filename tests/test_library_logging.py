@@ -81,6 +81,7 @@ def test_commands_show_only_warnings_for_users(monkeypatch: pytest.MonkeyPatch) 
     with quiet_libraries():
         assert log(FLOAT32_ADVICE[0], "There are modules in X that should be kept in float32: [].") == ""
         assert log(pipeline, "You have disabled the safety checker for X") == ""
+        assert log("diffusers.modular_pipelines.modular_pipeline", "\nError in block: Decode\nTraceback:") == ""
         assert log(pipeline, "The following part of your input was truncated") != ""
         assert log("transformers.models", "`CLIPImageProcessor` requires torchvision") == ""
         warnings.warn("later", FutureWarning, stacklevel=1)

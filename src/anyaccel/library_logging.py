@@ -40,8 +40,10 @@ _PIPELINES = "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion"
 SAFETY_ADVICE = tuple((_PIPELINES + suffix, "disabled the safety checker") for suffix in ("", "_img2img", "_inpaint"))
 # diffusers 0.42 warns that the API of guiders, which modular pipelines use, may change.
 _GUIDER_ADVICE = ("diffusers.guiders.guider_utils", "experimental feature")
+# diffusers 0.42 logs the traceback of an error in a block, and raises the error.
+_BLOCK_ERROR = ("diffusers.modular_pipelines.modular_pipeline", "Error in block")
 # Messages that commands drop. Other warnings of diffusers are shown, for example about truncated prompts.
-_ADVICE = (FLOAT32_ADVICE, _GUIDER_ADVICE, *SAFETY_ADVICE)
+_ADVICE = (FLOAT32_ADVICE, _GUIDER_ADVICE, _BLOCK_ERROR, *SAFETY_ADVICE)
 
 
 @contextmanager
