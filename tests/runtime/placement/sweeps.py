@@ -59,15 +59,18 @@ def measure_full(name: str, device: str) -> tuple[int, Any]:
 
 
 def run_within(name: str, device: str, capacity: int, reference: Any) -> dict[str, Any]:
-    """Run with a memory capacity in bytes; return the rule, the predicted and the measured peak, or the error."""
+    """Run twice with a memory capacity in bytes; return the rule, the predicted and the measured peak, or the error."""
 
     def use(accelerator: VirtualAccelerator) -> dict[str, Any]:
         silence_output()
         os.environ[CACHE_VARIABLE] = tempfile.mkdtemp()
         try:
             pipe = place(recipes()[name].make(), device, dtype="float32")
+            first = run(recipes()[name], pipe)
+            # The placement can leave all weights on the device, if they fit there without a call. The first call then
+            # moves them, so the peak of the call is that of the second one.
             anyaccel.reset_peak_memory(device)
-            image = run(recipes()[name], pipe)
+            second = run(recipes()[name], pipe)
         except DoesNotFitError as error:
             gc.collect()
             return {"error": str(error)}
@@ -76,7 +79,7 @@ def run_within(name: str, device: str, capacity: int, reference: Any) -> dict[st
             "rule": str(pipe.plan.memory_in_use),
             "predicted": forecast.peak_bytes if forecast else None,
             "peak": anyaccel.max_memory(device),
-            "difference": float(numpy.abs(image - reference).max()),
+            "difference": max(float(numpy.abs(image - reference).max()) for image in (first, second)),
         }
 
     return run_forked(device, use, memory=str(capacity))
