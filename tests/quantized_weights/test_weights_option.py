@@ -9,12 +9,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
+import diffusers
 import numpy
 import pytest
 import torch
 from peft import LoraConfig
 
 import anyaccel
+from anyaccel.embedded.model import find_embedded_model
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.planning.options import WEIGHT_FORMATS
@@ -37,6 +39,7 @@ from tests.emulator.forked import DEVICES
 from tests.quantized_weights.quantizers import FORMATS, RECIPE, make_pipeline
 
 pytestmark = NEEDS_RECIPES
+PAGE = Path(__file__).parents[2] / "docs" / "quantized-weights.md"
 # The other devices and formats run with `make test-slow`.
 QUICK: list[tuple[str, str, tuple[str, ...]]] = [
     ("mps", "flux", WEIGHT_FORMATS),
@@ -95,9 +98,15 @@ def test_the_image_is_that_of_the_same_weights_on_the_cpu(device: str, name: str
         assert codes <= {torch.uint8, torch.int8}
 
 
+def read_table() -> dict[str, list[float]]:
+    """Return the rows of docs/quantized-weights.md: bits per weight and two errors in percent, by format."""
+    rows = [[cell.strip(" `%") for cell in line.split("|")[1:-1]] for line in PAGE.read_text().splitlines()]
+    return {row[0]: [float(cell) for cell in row[1:]] for row in rows if len(row) == 4 and row[0] in WEIGHT_FORMATS}
+
+
 def test_the_error_of_each_format() -> None:
     values = torch.randn(256, 3072, generator=torch.Generator().manual_seed(0))
-    errors = {}
+    errors, bits = {}, {}
     for weights in WEIGHT_FORMATS:
         layer = torch.nn.Linear(3072, 256)
         layer.weight = torch.nn.Parameter(values.clone())
@@ -109,10 +118,24 @@ def test_the_error_of_each_format() -> None:
         assert error.mean == error.worst
         assert error.mean == pytest.approx(float((model[0].weight - values).norm() / values.norm()))
         errors[weights] = error.mean
-    # For weights with a normal distribution, as in docs/quantized-weights.md.
-    expected = {"gguf:Q8_0": 0.0056, "int8": 0.0085, "fp8": 0.026, "gguf:Q4_0": 0.089, "nf4": 0.095}
-    assert errors == pytest.approx(expected, rel=0.05)
+        bits[weights] = model[0].count_bytes() * 8 / values.numel()
+    expected = read_table()
+    assert errors == pytest.approx({name: row[1] / 100 for name, row in expected.items()}, rel=0.05)
     assert sorted(errors, key=lambda name: errors[name]) == list(expected)
+    # A row has a scale, and a layer can have a table of at most 256 values.
+    assert bits == pytest.approx({name: row[0] for name, row in expected.items()}, abs=0.03)
+
+
+def test_the_error_of_trained_weights() -> None:
+    kind: Any = diffusers.UNet2DConditionModel
+    errors = {}
+    for weights in WEIGHT_FORMATS:
+        unet = kind.from_pretrained(find_embedded_model() / "unet", torch_dtype=torch.float32)
+        quantize_model(unet, weights)
+        error = read_error(unet)
+        assert error is not None
+        errors[weights] = error.mean * 100
+    assert errors == pytest.approx({name: row[2] for name, row in read_table().items()}, rel=0.02)
 
 
 def test_nf4_has_the_codes_of_bitsandbytes() -> None:
