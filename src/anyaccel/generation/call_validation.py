@@ -12,6 +12,7 @@ from PIL import Image
 
 from anyaccel.call_limits import SIDES, check_multiple
 from anyaccel.errors import UsageError, nearest
+from anyaccel.generation.guider import GUIDANCE_SCALE, read_guider_scale
 from anyaccel.runtime.call_parameters import (
     find_missing_arguments,
     list_block_outputs,
@@ -53,24 +54,16 @@ def check_image_call(pipe: Any, call: Mapping[str, Any]) -> None:
         raise UsageError(f"{pipeline} generates {', '.join(sorted(fields))}, not images", hint=_USE_PYTHON)
     if "prompt" not in parameters:
         raise UsageError(f"{pipeline} does not accept a prompt", hint="use a text-to-image model")
+    known = list_parameters(pipe)
     for name in call:
-        if name not in parameters:
-            raise UsageError(f"{pipeline} does not accept the argument {name}", hint=_suggest_argument(pipe, name))
-    missing = find_missing_arguments(pipe, {"prompt": "", **call})
+        if name not in known:
+            hint = f"omit it; {nearest(name, known)}"
+            raise UsageError(f"{pipeline} does not accept the argument {name}", hint=hint)
+    passed = {name: value for name, value in call.items() if name in parameters}
+    missing = find_missing_arguments(pipe, {"prompt": "", **passed})
     if missing:
         raise UsageError(f"{pipeline} requires {' and '.join(missing)} in addition to a prompt", hint=_USE_PYTHON)
     _check_size(pipe, call)
-
-
-def _suggest_argument(pipe: Any, name: str) -> str:
-    """Return a hint for an argument that the pipeline does not accept."""
-    scale = getattr(getattr(pipe, "guider", None), name, None)
-    if name == "guidance_scale" and scale is not None:
-        return (
-            f"omit it: the guidance scale is a setting of the component guider, {scale:g}; to change it, load the "
-            f"pipeline in Python and set pipe.guider.{name}"
-        )
-    return f"omit it; {nearest(name, read_call_parameters(pipe))}"
 
 
 def _list_output_fields(pipe: Any) -> set[str]:
@@ -103,8 +96,10 @@ def _check_size(pipe: Any, call: Mapping[str, Any]) -> None:
 
 
 def find_default(pipe: Any, name: str) -> Any:
-    """Return the default value of an argument of the pipeline's `__call__`, or None if there is none."""
+    """Return the default value of a call argument of the pipeline, or None if there is none."""
     parameter = read_call_parameters(pipe).get(name)
+    if parameter is None and name == GUIDANCE_SCALE:
+        return read_guider_scale(pipe)
     return None if parameter is None or parameter.default is parameter.empty else parameter.default
 
 
@@ -117,8 +112,8 @@ def find_missing_image(pipe: Any, call: Mapping[str, Any]) -> str | None:
 
 
 def list_parameters(pipe: Any) -> list[str]:
-    """Return the argument names of the pipeline's call."""
-    return list(read_call_parameters(pipe))
+    """Return the argument names of the pipeline's call, including the guidance scale of a modular pipeline's guider."""
+    return [*read_call_parameters(pipe), *([] if read_guider_scale(pipe) is None else [GUIDANCE_SCALE])]
 
 
 def select_image_output(pipe: Any) -> dict[str, str]:

@@ -19,6 +19,7 @@ from anyaccel.generation.call_validation import (
     pick_images,
     select_image_output,
 )
+from anyaccel.generation.guider import using_guidance_scale
 from anyaccel.generation.metadata import ImageMetadata, record_call
 from anyaccel.generation.model_loading import LoadedModel
 from anyaccel.generation.progress import counting_steps
@@ -76,8 +77,12 @@ def generate_images(
         texts = {name: [text] * count for name, text in call.items() if "prompt" in name and isinstance(text, str)}
         arguments = {**arguments, "prompt": list(prompts), "seed": list(seeds), **texts}
     start = time.perf_counter()
-    with counting_steps(pipe, listener), _translate_errors(pipe, call):
-        output = pipe(**arguments, **select_image_output(pipe))
+    with (
+        counting_steps(pipe, listener),
+        _translate_errors(pipe, call),
+        using_guidance_scale(pipe, arguments) as passed,
+    ):
+        output = pipe(**passed, **select_image_output(pipe))
     images = pick_images(pipe, output, count)
     seconds = (time.perf_counter() - start) / count
     generated = []

@@ -38,16 +38,27 @@ def expected(folder: Path) -> Any:
     return numpy.asarray(image)
 
 
+def encode(image: Image.Image) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    return stream.getvalue()
+
+
 def test_serve(folder: Path, expected: Any, tmp_path: Path) -> None:
     live = Live(tmp_path, str(folder), "--device", "cpu", "--dtype", "float32", "--sizes", "64x64")
     try:
         client: Any = live.openai()
-        body = {"seed": 7, "num_inference_steps": 2}
+        body: dict[str, Any] = {"seed": 7, "num_inference_steps": 2}
         response = client.images.generate(prompt="a red fox", size="64x64", response_format="b64_json", extra_body=body)
         image = Image.open(io.BytesIO(base64.b64decode(response.data[0].b64_json)))
         assert numpy.array_equal(numpy.asarray(image.convert("RGB")), expected)
-        with pytest.raises(openai.BadRequestError, match="guidance_scale"):
-            client.images.generate(prompt="a red fox", size="64x64", extra_body={"guidance_scale": 3})
+        for scale, is_same in ((3, False), (None, True)):
+            body["guidance_scale"] = scale
+            response = client.images.generate(prompt="a red fox", size="64x64", extra_body=body)
+            image = Image.open(io.BytesIO(base64.b64decode(response.data[0].b64_json)))
+            assert numpy.array_equal(numpy.asarray(image.convert("RGB")), expected) == is_same
+        with pytest.raises(openai.BadRequestError, match="does not support the task 'edit'"):
+            client.images.edit(image=("a.png", encode(Image.new("RGB", (64, 64)))), prompt="a fox", size="64x64")
         model = client.models.list().data[0]
         assert model.id
     finally:
@@ -55,7 +66,7 @@ def test_serve(folder: Path, expected: Any, tmp_path: Path) -> None:
 
 
 def test_batch(folder: Path, expected: Any, tmp_path: Path) -> None:
-    rows = [{"prompt": prompt, "seed": 7, **CALL} for prompt in ("a red fox", "a boat")]
+    rows = [{"prompt": "a red fox", "seed": 7, **CALL}, {"prompt": "a red fox", "seed": 7, **CALL, "guidance_scale": 3}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = ["--model", str(folder), "--device", "cpu", "--dtype", "float32", "--rows-per-call", "1"]
     command = [sys.executable, "-m", "anyaccel", "batch", str(tmp_path / "rows.jsonl"), "-o", str(tmp_path / "out")]
@@ -63,4 +74,5 @@ def test_batch(folder: Path, expected: Any, tmp_path: Path) -> None:
     manifest = [json.loads(line) for line in (tmp_path / "out" / "manifest.jsonl").read_text().splitlines()]
     assert len(manifest) == 2
     files = sorted((tmp_path / "out" / "images").iterdir())
-    assert any(numpy.array_equal(numpy.asarray(Image.open(file)), expected) for file in files)
+    same = [numpy.array_equal(numpy.asarray(Image.open(file)), expected) for file in files]
+    assert sorted(same) == [False, True], "the guidance scale of a row does not affect the other row"

@@ -21,6 +21,7 @@ from anyaccel.generation.call_validation import (
     pick_images,
     select_image_output,
 )
+from anyaccel.generation.guider import using_guidance_scale
 from anyaccel.generation.image import expected_metadata
 from anyaccel.generation.metadata import ImageMetadata
 from anyaccel.generation.model_loading import LoadedModel, load_uncached
@@ -200,8 +201,8 @@ class ServedModel:
             was_shared = self.shared is not None
             self.close()
             try:
-                with observing_steps(pipe, observer, size):
-                    return pipe(**call, **select_image_output(pipe))
+                with observing_steps(pipe, observer, size), using_guidance_scale(pipe, call) as arguments:
+                    return pipe(**arguments, **select_image_output(pipe))
             finally:
                 if was_shared:
                     self._resume_sharing(pipe)
@@ -224,7 +225,9 @@ class ServedModel:
     def _warm_up(self) -> None:
         """Generate one image per configured size, and determine which components can batch calls."""
         for width, height in self.sizes:
-            self.pipe(**self._warm_up_call(_PROMPTS[0], width, height, _WARM_UP_STEPS), seed=0)
+            call = self._warm_up_call(_PROMPTS[0], width, height, _WARM_UP_STEPS)
+            with using_guidance_scale(self.pipe, call) as arguments:
+                self.pipe(**arguments, seed=0)
         self._set_concurrency(1)
         placement = find_placement(self.pipe)
         assert placement is not None
