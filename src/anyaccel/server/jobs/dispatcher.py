@@ -62,8 +62,8 @@ class _DispatchedJob:
     job: Job
     images: dict[int, ImageDone] = field(default_factory=dict)
     """Finished images by index."""
-    overdue: bool = False
-    """Whether the job is being cancelled because its deadline passed."""
+    overdue_since: float | None = None
+    """Monotonic time at which the job was cancelled because its deadline passed."""
 
     @property
     def image_count(self) -> int:
@@ -95,6 +95,8 @@ class Dispatcher:
         self.started_at = time.time()
         # Heartbeats count as messages but not as progress: a worker with a stuck device still sends them.
         self.last_message = self.last_progress = time.monotonic()
+        # From the last heartbeat: seconds without progress of the threads that use the device.
+        self.stalled_s = 0.0
         # Moving average of the seconds per image, measured by the worker.
         self.image_seconds = 1.0
         self._transport: WorkerTransport | None = None
@@ -120,7 +122,6 @@ class Dispatcher:
                 return
             while (job := self.jobs.take(self._has_capacity)) is not None:
                 self.running[job.id] = _DispatchedJob(job)
-                self.last_progress = time.monotonic()
                 inputs = {name: str(path) for name, path in self.jobs.list_inputs(job).items()}
                 self._transport.send(RunJob(job.id, job.request, inputs))
                 self.bus.publish(job.id, JobEvent("state"))
@@ -216,6 +217,7 @@ class Dispatcher:
         """
         was_ready, cleaned_at = False, time.monotonic()
         self.last_message = self.last_progress = time.monotonic()
+        self.stalled_s = 0.0
         while not self.stopping:
             try:
                 message = transport.receive(_POLL_S)
@@ -256,13 +258,19 @@ class Dispatcher:
         self.jobs.expire(older_than_s=limits.keep_s, max_bytes=limits.keep_bytes)
 
     def _hangs(self) -> bool:
-        """Return whether the worker has sent no message, or made no progress, for `hang_s` seconds.
+        """Return whether the worker has hung for `hang_s` seconds.
 
-        Progress is expected only while jobs are running.
+        It then sends no message, or its heartbeats report that the device makes no progress, or it does not stop a job
+        whose deadline has passed and reports no step of another job either.
         """
+        now, hang_s = time.monotonic(), self.settings.limits.hang_s
         with self.lock:
-            since = self.last_progress if self.running else self.last_message
-            return time.monotonic() - min(since, self.last_message) > self.settings.limits.hang_s
+            overdue = [job.overdue_since for job in self.running.values() if job.overdue_since is not None]
+            return (
+                now - self.last_message > hang_s
+                or self.stalled_s > hang_s
+                or (bool(overdue) and now - max(self.last_progress, min(overdue)) > hang_s)
+            )
 
     def _handle_worker_end(self, transport: WorkerTransport, was_ready: bool) -> None:
         with self.lock:
@@ -293,6 +301,7 @@ class Dispatcher:
     def _handle(self, message: Any) -> None:
         if isinstance(message, Heartbeat):
             self.metrics.record_heartbeat(message)
+            self.stalled_s = message.stalled_s
             return
         self.last_progress = time.monotonic()
         if isinstance(message, LoadProgress):
@@ -335,7 +344,7 @@ class Dispatcher:
         elif isinstance(message, JobFailed):
             self._end(self._fail(job_id, message.code, message.message, message.status))
         elif isinstance(message, JobStopped):
-            if dispatched.overdue:
+            if dispatched.overdue_since is not None:
                 self._end(self._fail(job_id, *_DEADLINE_ERROR))
             else:
                 self._end(self.jobs.stop(job_id))
@@ -387,7 +396,7 @@ class Dispatcher:
                 continue
             with self.lock:
                 dispatched = self.running.get(job.id)
-                if dispatched is None or dispatched.overdue:
+                if dispatched is None or dispatched.overdue_since is not None:
                     continue
-                dispatched.overdue = True  # the job fails when the worker confirms with `JobStopped`
+                dispatched.overdue_since = time.monotonic()  # the job fails when the worker confirms with `JobStopped`
             self._send(CancelJob(job.id))

@@ -174,11 +174,11 @@ class JobStopped:
     job: str
 
 
-# Sent from a separate thread, so it shows that the process is alive, not that the device makes progress. The dispatcher
-# therefore does not count it as progress.
+# Sent from a separate thread, so the message itself only shows that the process is alive. `stalled_s` shows whether the
+# threads that use the device make progress.
 @dataclass(frozen=True)
 class Heartbeat:
-    """Message with a worker's memory use and batch sizes, sent every second."""
+    """Message with a worker's memory use, batch sizes and progress, sent every second."""
 
     device_bytes: int | None
     """Used device memory; None if the driver cannot measure it."""
@@ -188,3 +188,5 @@ class Heartbeat:
     """Number of batches since the last heartbeat, by calls per batch."""
     loaded: tuple[str, ...] = ()
     """Names of the models in memory."""
+    stalled_s: float = 0.0
+    """Seconds without progress of the threads that use the device; 0 if no thread uses it."""

@@ -41,6 +41,7 @@ from anyaccel.server.batching.pipeline_copy import light_copy
 from anyaccel.server.batching.shared_pipeline import SharedPipeline
 from anyaccel.server.settings import ServedName, ServerSettings, compute_max_in_flight
 from anyaccel.server.worker.denoise_progress import StepObserver, observing_steps
+from anyaccel.server.worker.device_watch import DeviceWatch
 from anyaccel.server.worker.job_spec import JobSpec, Task
 from anyaccel.server.worker.messages import ModelFacts
 from anyaccel.upstream.modular_blocks import disable_progress_bars
@@ -62,8 +63,15 @@ class UnsafeContentError(Exception):
 class ServedModel:
     """A loaded model, with one pipeline for each supported task (generate, edit or inpaint)."""
 
-    def __init__(self, served: ServedName, settings: ServerSettings, listener: ProgressListener | None = None) -> None:
+    def __init__(
+        self,
+        served: ServedName,
+        settings: ServerSettings,
+        listener: ProgressListener | None = None,
+        watch: DeviceWatch | None = None,
+    ) -> None:
         self.name, self.settings = served.name, settings
+        self.watch = watch or DeviceWatch()
         request = make_request(
             "", served.model, settings.device, 0, dtype=settings.dtype, speed=settings.speed, weights=settings.weights
         )
@@ -171,7 +179,7 @@ class ServedModel:
 
         A call must be repeated if it runs out of memory or its output contains NaN or Inf.
         """
-        with self.lock.acquire(_adapter_of(spec), is_stopped=observer.is_stopped):
+        with self.lock.acquire(_adapter_of(spec), is_stopped=observer.is_stopped), self.watch.using_device():
             if self.shared is None:  # an exclusive call disabled batching while this call waited
                 return None
             pipe_copy = light_copy(pipe)
@@ -197,7 +205,8 @@ class ServedModel:
 
         Unlike a shared call, an exclusive call may offload weights or recompute the image in float32.
         """
-        with self.lock.acquire(_adapter_of(spec), exclusive=True, is_stopped=observer.is_stopped):
+        lock = self.lock.acquire(_adapter_of(spec), exclusive=True, is_stopped=observer.is_stopped)
+        with lock, self.watch.using_device():
             was_shared = self.shared is not None
             self.close()
             try:

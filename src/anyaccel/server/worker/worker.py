@@ -21,6 +21,7 @@ from anyaccel.library_logging import quiet_libraries
 from anyaccel.processes.pipe_worker import ParentPipe
 from anyaccel.progress import ProgressListener
 from anyaccel.server.settings import ServedName, ServerSettings
+from anyaccel.server.worker.device_watch import DeviceWatch
 from anyaccel.server.worker.malloc_arenas import use_one_malloc_arena
 from anyaccel.server.worker.messages import (
     CancelJob,
@@ -81,12 +82,17 @@ class Worker:
         self.threads = ThreadPoolExecutor(settings.max_in_flight, thread_name_prefix="image")
         self.models_loaded = 0
         self.ready = threading.Event()
+        self.watch = DeviceWatch()
 
     def load(self) -> tuple[ModelFacts, ...]:
         """Load and warm up each model, and return the properties of all models.
 
         If the models do not all fit into memory, loading one evicts others.
         """
+        with self.watch.using_device():
+            return self._load()
+
+    def _load(self) -> tuple[ModelFacts, ...]:
         from anyaccel.library_logging import use_process_local_tqdm_lock
         from anyaccel.processes.gc_control import gc_paused
 
@@ -99,7 +105,8 @@ class Worker:
 
         def load(served: ServedName) -> ServedModel:
             self.send(LoadProgress(self.models_loaded, total, f"loading {served.name}"))
-            return ServedModel(served, self.settings, _LoadReporter(self, served.name, total))
+            with self.watch.using_device():
+                return ServedModel(served, self.settings, _LoadReporter(self, served.name, total), self.watch)
 
         self.model_cache = ModelCache(self.settings, load)
         facts = []
@@ -134,11 +141,12 @@ class Worker:
         from anyaccel.errors import NotMeasurableError
 
         process, previous = psutil.Process(), Counter[int]()
-        # Loading may take minutes: without heartbeats the dispatcher would consider the worker hung.
         while not self.ready.wait(_HEARTBEAT_S):
-            self.send(Heartbeat(None, process.memory_info().rss, {}, ()))
+            self.send(Heartbeat(None, process.memory_info().rss, stalled_s=self.watch.measure_stall_s()))
         while True:
             time.sleep(_HEARTBEAT_S)
+            # Before the memory is read, which also hangs if the driver does: the service then gets no heartbeats.
+            stalled_s = self.watch.measure_stall_s()
             models = dict(self.model_cache.models)
             totals = Counter[int]()
             for model in models.values():
@@ -155,7 +163,7 @@ class Worker:
             # The totals drop when a model is evicted. Metrics are counters, so only increases are sent.
             new = {size: count - previous[size] for size, count in totals.items() if count > previous[size]}
             previous = totals
-            self.send(Heartbeat(used_bytes, process.memory_info().rss, new, tuple(models)))
+            self.send(Heartbeat(used_bytes, process.memory_info().rss, new, tuple(models), stalled_s))
 
 
 class _LoadReporter(ProgressListener):
