@@ -6,6 +6,7 @@ import logging
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,7 +14,8 @@ from typing import Any, Literal
 from anyaccel.server.jobs.events import EventBus, JobEvent
 from anyaccel.server.jobs.metrics import Metrics
 from anyaccel.server.jobs.store import ENDED, Job, JobStore
-from anyaccel.server.settings import ServerSettings
+from anyaccel.server.settings import ServerSettings, compute_max_in_flight
+from anyaccel.server.worker.job_spec import SUFFIXES
 from anyaccel.server.worker.messages import (
     CancelJob,
     Heartbeat,
@@ -27,6 +29,7 @@ from anyaccel.server.worker.messages import (
     NotReady,
     PreviewImage,
     RunJob,
+    SavingProgress,
     StepDone,
     WorkerLost,
 )
@@ -120,7 +123,7 @@ class Dispatcher:
         with self.lock:
             if self.start_state.state != "ready" or self._transport is None:
                 return
-            while (job := self.jobs.take(self._has_capacity)) is not None:
+            while (job := self.jobs.take(self._has_capacity, self._list_busy_models())) is not None:
                 self.running[job.id] = _DispatchedJob(job)
                 inputs = {name: str(path) for name, path in self.jobs.list_inputs(job).items()}
                 self._transport.send(RunJob(job.id, job.request, inputs))
@@ -168,6 +171,17 @@ class Dispatcher:
     def _has_capacity(self, job: Job) -> bool:
         busy = sum(dispatched.image_count for dispatched in self.running.values())
         return self._transport is not None and self._transport.has_capacity(busy, len(job.request["seeds"]))
+
+    def _list_busy_models(self) -> list[str]:
+        """Return the models that run one call at a time and have one.
+
+        Their next jobs wait in the queue, not in the worker: if the worker dies, only a running job loses an attempt.
+        """
+        capacities = {name: facts.max_concurrent for name, facts in self.models.items()}
+        counts = Counter[str]()
+        for dispatched in self.running.values():
+            counts[dispatched.job.request.get("model", "")] += dispatched.image_count
+        return [name for name, count in counts.items() if count >= compute_max_in_flight(capacities.get(name, 1))]
 
     def _send(self, message: CancelJob) -> None:
         with self.lock:
@@ -330,6 +344,8 @@ class Dispatcher:
         if isinstance(message, StepDone):
             self.metrics.step_seconds.observe(message.seconds)
             self.bus.publish(job_id, JobEvent("step", message.index, message.done, message.total))
+        elif isinstance(message, SavingProgress):
+            self.bus.publish(job_id, JobEvent("save", message.index, message.done, message.total))
         elif isinstance(message, PreviewImage):
             self.bus.publish(job_id, JobEvent("preview", message.index, number=message.number, content=message.content))
         elif isinstance(message, ImageDone):
@@ -351,11 +367,16 @@ class Dispatcher:
 
     def _finish(self, dispatched: _DispatchedJob) -> None:
         images = [dispatched.images[index] for index in sorted(dispatched.images)]
-        output_format = dispatched.job.request["output_format"]
-        suffix = {"jpeg": "jpg"}.get(output_format, output_format)
-        files = [(f"{image.index}.{suffix}", image.content) for image in images]
+        suffix = SUFFIXES[dispatched.job.request["output_format"]]
+        files = [(f"{image.index}{suffix}", image.content) for image in images]
+        files += [(f"{image.index}.{name}", content) for image in images for name, content in image.files.items()]
         image_records = [
-            {"width": image.width, "height": image.height, "seed": image.seed, "seconds": image.seconds}
+            {
+                **({"width": image.width, "height": image.height} if image.width else {}),
+                "seed": image.seed,
+                "seconds": image.seconds,
+                **image.details,
+            }
             for image in images
         ]
         try:
@@ -386,11 +407,14 @@ class Dispatcher:
         The deadline is measured from the time the job was accepted or the service started, whichever is
         later.
         """
-        now = time.time()
+        now, limits = time.time(), self.settings.limits
+        deadlines = {"image": limits.deadline_s, "video": limits.video_deadline_s, "audio": limits.video_deadline_s}
         # Requeued jobs are often older than the deadline: a restart gives them the full time again.
-        if now - self.started_at < self.settings.limits.deadline_s:
+        if now - self.started_at < min(deadlines.values()):
             return
-        for job in self.jobs.overdue(now - self.settings.limits.deadline_s):
+        for job in self.jobs.overdue(now - min(deadlines.values())):
+            if now - max(job.created, self.started_at) < deadlines[job.request.get("kind", "image")]:
+                continue
             if job.state == "queued":
                 self._notify_end(self._fail(job.id, *_DEADLINE_ERROR))
                 continue

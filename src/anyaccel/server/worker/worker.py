@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,6 +35,7 @@ from anyaccel.server.worker.messages import (
     ModelsReady,
     PreviewImage,
     RunJob,
+    SavingProgress,
     StepDone,
 )
 
@@ -103,10 +104,11 @@ class Worker:
 
         total = len(self.settings.models)
 
-        def load(served: ServedName) -> ServedModel:
+        def load(served: ServedName, speed: str) -> ServedModel:
             self.send(LoadProgress(self.models_loaded, total, f"loading {served.name}"))
             with self.watch.using_device():
-                return ServedModel(served, self.settings, _LoadReporter(self, served.name, total), self.watch)
+                reporter = _LoadReporter(self, served.name, total)
+                return ServedModel(served, self.settings, reporter, self.watch, speed)
 
         self.model_cache = ModelCache(self.settings, load)
         facts = []
@@ -163,7 +165,8 @@ class Worker:
             # The totals drop when a model is evicted. Metrics are counters, so only increases are sent.
             new = {size: count - previous[size] for size, count in totals.items() if count > previous[size]}
             previous = totals
-            self.send(Heartbeat(used_bytes, process.memory_info().rss, new, tuple(models), stalled_s))
+            names = tuple(dict.fromkeys(name for name, _ in models))
+            self.send(Heartbeat(used_bytes, process.memory_info().rss, new, names, stalled_s))
 
 
 class _LoadReporter(ProgressListener):
@@ -225,16 +228,31 @@ class _WorkerJob:
             self.worker.send(JobStopped(self.id))
 
     def _generate(self, index: int) -> None:
-        from anyaccel.generation.image_format import encode_image
-        from anyaccel.server.worker.job_spec import SUFFIXES
+        from anyaccel.server.worker.job_inputs import read_inputs
+        from anyaccel.server.worker.result_files import encode_result
 
-        start = time.perf_counter()
-        spec = self.spec
-        with self.worker.model_cache.using(spec.model, self.stop_event.is_set) as model:
-            image, metadata = model.generate(spec, index, _read_images(self.inputs), self._make_observer(index))
-        content = encode_image(image, SUFFIXES[spec.output_format], [metadata], spec.output_compression)
+        start, spec = time.perf_counter(), self.spec
+        with self.worker.model_cache.using(spec.model, spec.speed, self.stop_event.is_set) as model:
+            media, metadata = model.generate(spec, index, read_inputs(self.inputs), self._make_observer(index))
+        result = encode_result(
+            media, spec, metadata, self.inputs, lambda done, total: self._on_frame(index, done, total)
+        )
         seconds = time.perf_counter() - start
-        self.worker.send(ImageDone(self.id, index, content, image.width, image.height, spec.seeds[index], seconds))
+        self.worker.send(
+            ImageDone(
+                self.id, index, result.content, result.width, result.height, spec.seeds[index], seconds,
+                result.details, result.files,
+            )
+        )  # fmt: skip
+
+    def _on_frame(self, index: int, done: int, total: int) -> None:
+        """Report the progress of an encoding, and stop it if the job was cancelled."""
+        from anyaccel.progress import StoppedError
+
+        if self.stop_event.is_set():
+            raise StoppedError
+        if self.spec.kind == "video":
+            self.worker.send(SavingProgress(self.id, index, done, total))
 
     def _make_observer(self, index: int) -> Any:
         from anyaccel.server.worker.denoise_progress import StepObserver
@@ -250,50 +268,13 @@ class _WorkerJob:
 
         def on_preview(image: Any) -> None:
             stream = io.BytesIO()
-            image_format = {"png": "PNG", "jpeg": "JPEG", "webp": "WEBP"}[spec.output_format]
+            image_format = {"jpeg": "JPEG", "webp": "WEBP"}.get(spec.output_format, "PNG")
             image.save(stream, image_format, **({} if image_format == "PNG" else {"quality": _PREVIEW_QUALITY}))
             self.worker.send(PreviewImage(job_id, index, next(preview_numbers), stream.getvalue()))
 
         # Evenly spaced, without the last step: its preview would be the finished image.
         fractions = tuple((number + 1) / (spec.partial_images + 1) for number in range(spec.partial_images))
         return StepObserver(on_step, on_preview if fractions else None, fractions, self.stop_event.is_set)
-
-
-def _read_images(inputs: Mapping[str, str | bytes]) -> dict[str, Any]:
-    from PIL import Image
-
-    images = {}
-    for name, source in inputs.items():
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-            images[name] = _convert_mask(image) if name == "mask_image" else _convert_image(image)
-    return images
-
-
-def _convert_image(image: Any) -> Any:
-    """Convert an image to RGB, apply its EXIF orientation and flatten transparency onto white."""
-    from PIL import Image, ImageOps
-
-    upright = ImageOps.exif_transpose(image)
-    # Pillow's `convert` clips 16-bit values at 255 instead of scaling: https://github.com/python-pillow/Pillow/issues/3159
-    if upright.mode.startswith("I"):
-        upright = upright.point(lambda value: value / 257).convert("L")
-    if not upright.has_transparency_data:
-        return upright.convert("RGB")
-    white = Image.new("RGBA", upright.size, "white")
-    white.alpha_composite(upright.convert("RGBA"))
-    return white.convert("RGB")
-
-
-def _convert_mask(image: Any) -> Any:
-    """Convert a mask to the diffusers convention: grayscale, with white where the image changes.
-
-    OpenAI's API uses the alpha channel instead: the image changes where the mask is transparent.
-    """
-    from PIL import ImageOps
-
-    if not image.has_transparency_data:
-        return image.convert("L")
-    return ImageOps.invert(image.convert("RGBA").getchannel("A"))
 
 
 def make_load_failed(error: Exception) -> LoadFailed:
