@@ -133,13 +133,7 @@ class Options:
             check_steps(self.steps, hint="for example --steps 20")
         if self.guidance is not None and not math.isfinite(self.guidance):
             raise UsageError(f"the guidance scale must be finite, not {self.guidance}", hint="for example --guidance 5")
-        if self.strength is not None and not 0 <= self.strength <= 1:
-            raise UsageError(
-                f"the strength must be from 0 to 1, not {self.strength}", hint="for example --strength 0.6"
-            )
-        for name in ("frames", "fps", "seconds"):
-            if getattr(self, name) is not None:
-                check_duration(name, getattr(self, name))
+        self._check_input_options()
         self.read_call()  # raises if --size is not valid
         self._check_settings()
         check_protocol(self.show)
@@ -148,6 +142,18 @@ class Options:
                 "-o - and --json cannot be combined: both write to stdout",
                 hint="write the image to a file with -o image.png",
             )
+
+    def _check_input_options(self) -> None:
+        """Raise if the strength or the length of the result is out of range."""
+        if self.strength is not None and not 0 <= self.strength <= 1:
+            raise UsageError(
+                f"the strength must be from 0 to 1, not {self.strength}", hint="for example --strength 0.6"
+            )
+        for name in ("frames", "fps", "seconds"):
+            if getattr(self, name) is not None:
+                check_duration(name, getattr(self, name))
+        if self.frames is not None and self.seconds is not None:
+            raise UsageError("--seconds and --frames cannot be combined", hint="pass one of them")
 
     def _check_settings(self) -> None:
         """Raise if `--set` is not valid or sets an argument that has an option of its own."""
