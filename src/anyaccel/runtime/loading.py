@@ -23,7 +23,7 @@ from anyaccel.runtime.weight_files.loading import find_component_files, find_den
 from anyaccel.runtime.weight_files.moving import LoadTarget, moving_components
 from anyaccel.upstream.diffusers_internals import casts_components, read_dtype_argument
 
-__all__ = ["derive_pipeline", "keep_dtype", "load_pipeline"]
+__all__ = ["derive_pipeline", "find_pipeline_class", "keep_dtype", "load_pipeline"]
 
 _DTYPE = read_dtype_argument()
 
@@ -96,6 +96,23 @@ def _find_class(kind: Any, model: str, config: dict[str, Any], options: dict[str
         check_class_name(config.get("_class_name"), model)
     found = getattr(diffusers, str(config.get("_class_name")), None)
     return found if isinstance(found, type) and issubclass(found, kind) else kind
+
+
+def find_pipeline_class(model: str, revision: str | None = None) -> tuple[Any, dict[str, str]]:
+    """Return the class of a model's pipeline and the class names of its components, without loading it.
+
+    The class is None if it is not one of diffusers. For a Hub ID, this downloads the index.
+    """
+    if is_single_file(model):
+        return None, {}
+    options: dict[str, Any] = {} if revision is None else {"revision": revision}
+    config = _read_config(model, needed=False)
+    config = config or dict(call_diffusers(diffusers.DiffusionPipeline.load_config, model, options))
+    found = getattr(diffusers, str(config.get("_class_name")), None)
+    if not (isinstance(found, type) and issubclass(found, diffusers.DiffusionPipeline)):
+        return None, {}
+    entries = {name: entry for name, entry in config.items() if isinstance(entry, list) and len(entry) == 2}
+    return found, {name: str(kind) for name, (library, kind) in entries.items() if library is not None}
 
 
 def _read_config(source: str, *, needed: bool) -> dict[str, Any]:
