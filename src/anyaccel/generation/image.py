@@ -32,7 +32,7 @@ from anyaccel.quantized_weights.quantize import read_error
 from anyaccel.runtime.introspection import find_components, find_models, plain_class
 from anyaccel.runtime.placement_state import find_options
 
-__all__ = ["GeneratedImage", "expected_metadata", "generate_image", "generate_images"]
+__all__ = ["GeneratedImage", "describe_result", "expected_metadata", "generate_image", "generate_images"]
 
 # Packages that can change an image from one version to the next.
 _PACKAGES = ("anyaccel", "diffusers", "torch", "transformers")
@@ -109,7 +109,7 @@ def generate_images(
     return [
         GeneratedImage(
             media=media,
-            metadata=_describe_result(expected_metadata(loaded, prompt, seed, call), media),
+            metadata=describe_result(expected_metadata(loaded, prompt, seed, call), media),
             plan=pipe.plan,
             seconds=seconds,
             note=note if isinstance(media, Video) else "",
@@ -118,7 +118,7 @@ def generate_images(
     ]
 
 
-def _describe_result(metadata: ImageMetadata, media: Media) -> ImageMetadata:
+def describe_result(metadata: ImageMetadata, media: Media) -> ImageMetadata:
     """Return the metadata with the actual size and length of a result."""
     if isinstance(media, Audio):
         return replace(metadata, kind="audio", sampling_rate=media.rate)

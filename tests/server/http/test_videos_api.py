@@ -18,6 +18,7 @@ from PIL import Image
 from anyaccel.generation.generate import generate
 from anyaccel.generation.model_loading import release_model
 from anyaccel.media.decode import decode_video, read_document
+from anyaccel.media.encode import encode
 from anyaccel.recipes import recipes
 from tests.conftest import NEEDS_RECIPES
 from tests.server.live import Live
@@ -62,6 +63,15 @@ def make_png(width: int, height: int, color: str = "red") -> bytes:
     return stream.getvalue()
 
 
+def write_form(values: dict[str, Any]) -> list[tuple[str, tuple[None, str]]]:
+    """Return the fields of a multipart form as OpenAI's client writes them."""
+    return [
+        (f"{name}[]" if isinstance(value, list) else name, (None, str(item)))
+        for name, value in values.items()
+        for item in (value if isinstance(value, list) else [value])
+    ]
+
+
 def read_video(content: bytes) -> Any:
     return decode_video(content, max_frames=100, max_pixels=10**6)
 
@@ -87,9 +97,8 @@ def test_a_video_equals_the_one_of_the_library(videos: Live, folder: Path, tmp_p
         num_inference_steps=2, guidance_scale=4.0,
     ).videos[0]  # fmt: skip
     release_model()
-    for frame, other in zip(decoded.frames, expected.frames, strict=True):
-        difference = numpy.asarray(frame).astype(float) - numpy.asarray(other)
-        assert 10 * numpy.log10(255**2 / (difference**2).mean()) > 30, "as before encoding, up to the codec's error"
+    for frame, other in zip(decoded.frames, read_video(encode(expected, ".mp4")).frames, strict=True):
+        assert numpy.array_equal(frame, other)
     document = json.loads(read_document(file) or "")
     assert (document["prompt"], document["seed"], document["frames"]) == ("a red fox", 7, 9)
     for variant, media_type, size in (("thumbnail", "image/webp", (32, 32)), ("spritesheet", "image/jpeg", None)):
@@ -118,7 +127,7 @@ def test_a_video_with_audio_and_its_remix(videos: Live) -> None:
         client.videos.remix(video.id, prompt="a storm", extra_body={"seed": 4})
 
 
-@pytest.mark.parametrize("model", ["ltx", pytest.param("wan-image", marks=pytest.mark.skipif(not HAS_FTFY, reason="ftfy"))])
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "wan"])
 def test_a_video_starts_from_an_image(videos: Live, model: str) -> None:
     client: Any = videos.openai()
     extra: dict[str, Any] = {"num_inference_steps": 1, "seed": 3, "num_frames": 5}
@@ -127,19 +136,21 @@ def test_a_video_starts_from_an_image(videos: Live, model: str) -> None:
     call = {"prompt": "rain", "model": model, "size": "32x32", "extra_body": extra}
     png = make_png(60, 30)
     url = f"data:image/png;base64,{base64.b64encode(png).decode()}"
-    references: list[Any] = [("a.png", png), {"image_url": url}]
-    contents = []
-    for reference in references:
-        video = client.videos.create_and_poll(input_reference=reference, poll_interval_ms=200, **call)
-        assert video.status == "completed", video.error
-        contents.append(client.videos.download_content(video.id).content)
+    video = client.videos.create_and_poll(input_reference=("a.png", png), poll_interval_ms=200, **call)
+    assert video.status == "completed", video.error
+    contents = [client.videos.download_content(video.id).content]
     with videos.http() as http:
-        response = http.post("/v1/videos", json={**call, "extra_body": None, **extra, "input_reference": {"image_url": url}})
-        assert response.json()["error"]["param"] == "extra_body"
+        # The client does not send objects as `input_reference`, although its types allow them (openai 3.49).
         body = {name: value for name, value in call.items() if name != "extra_body"}
-        response = http.post("/v1/videos", json={**body, **extra, "input_reference": {"image_url": url}})
-        video = client.videos.poll(response.json()["id"], poll_interval_ms=200)
-        contents.append(client.videos.download_content(video.id).content)
+        requests: list[dict[str, Any]] = [
+            {"json": {**body, **extra, "input_reference": {"image_url": url}}},
+            {"files": write_form({**body, **extra, "input_reference[image_url]": url})},
+        ]
+        for request in requests:
+            response = http.post("/v1/videos", **request)
+            assert response.status_code == 200, response.text
+            video = client.videos.poll(response.json()["id"], poll_interval_ms=200)
+            contents.append(client.videos.download_content(video.id).content)
         job = http.post("/v1/jobs", json={**body, **extra, "inputs": {"image": url}}).json()
         done = videos.wait_state(http, job["id"], "done", "failed")
         (result,) = done["videos"]
@@ -149,7 +160,7 @@ def test_a_video_starts_from_an_image(videos: Live, model: str) -> None:
         assert httpx.get(f"{videos.address}{result['url']}", timeout=60).content == contents[-1]
         stolen = result["thumbnail_url"].partition("?")[0] + "?" + result["url"].partition("?")[2]
         assert httpx.get(f"{videos.address}{stolen}", timeout=60).status_code == 401
-    assert all(content == contents[0] for content in contents), "a file, a data URL, JSON and a job give the same video"
+    assert all(content == contents[0] for content in contents), "a file, a form, JSON and a job give the same video"
     remix = client.videos.remix(video.id, prompt="rain")
     assert client.videos.poll(remix.id, poll_interval_ms=200).status == "completed"
     assert client.videos.download_content(remix.id).content == contents[0], "the image is kept for a remix"
@@ -244,9 +255,16 @@ def test_an_unfinished_video_is_polled_and_cancelled(videos: Live) -> None:
     ],
 )
 def test_invalid_requests_are_rejected(videos: Live, call: dict[str, Any], code: str, param: str) -> None:
+    body = {"prompt": "x", "size": "32x32", **call}
+    if isinstance(call.get("input_reference"), dict):
+        with videos.http() as http:
+            response = http.post("/v1/videos", json=body)
+        assert 400 <= response.status_code < 500
+        assert (response.json()["error"]["code"], response.json()["error"]["param"]) == (code, param)
+        return
     client: Any = videos.openai()
     with pytest.raises(openai.APIStatusError) as caught:
-        client.videos.create(**{"prompt": "x", "size": "32x32", **call})
+        client.videos.create(**body)
     assert 400 <= caught.value.status_code < 500
     assert (caught.value.code, caught.value.param) == (code, param)
 
@@ -254,8 +272,8 @@ def test_invalid_requests_are_rejected(videos: Live, call: dict[str, Any], code:
 def test_unsupported_routes_say_so(videos: Live) -> None:
     client: Any = videos.openai()
     calls: list[Any] = [
-        lambda: client.videos.edit(prompt="x", video={"id": "video_1"}),
-        lambda: client.videos.extend(prompt="x", seconds="4", video={"id": "video_1"}),
+        lambda: client.videos.edit(prompt="x", video=b"x"),
+        lambda: client.videos.extend(prompt="x", seconds="4", video=b"x"),
         lambda: client.videos.create_character(name="x", video=b"x"),
         lambda: client.videos.get_character("x"),
     ]

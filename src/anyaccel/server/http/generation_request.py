@@ -5,20 +5,28 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from anyaccel.call_limits import LARGEST_SEED, parse_image_size
 from anyaccel.errors import UsageError, nearest
 from anyaccel.media.types import Kind
-from anyaccel.server.http.errors import ApiError
+from anyaccel.server.http.errors import ApiError, describe_invalid
 from anyaccel.server.http.pipeline_arguments import check_arguments
 from anyaccel.server.settings import ServerLimits
 from anyaccel.server.worker.job_spec import Task
 from anyaccel.server.worker.messages import ModelFacts
 
-__all__ = ["GenerationRequest", "check_text", "choose_seed", "find_model", "find_size", "read_common_values"]
+__all__ = [
+    "GenerationRequest",
+    "check_text",
+    "choose_seed",
+    "find_model",
+    "find_size",
+    "read_common_values",
+    "read_form_fields",
+]
 
 # A random seed of 32 bits is exact in JavaScript, unlike one of 64 bits.
 _SEED_BITS = 32
@@ -51,6 +59,26 @@ class GenerationRequest(BaseModel):
     guidance_scale: Annotated[float | None, Field(ge=0, le=1000, allow_inf_nan=False)] = None
     lora: Annotated[str | None, Field(max_length=200, description="Name of a served LoRA.")] = None
     lora_scale: Annotated[float | None, Field(ge=-10, le=10, allow_inf_nan=False)] = None
+
+
+_Request = TypeVar("_Request", bound=GenerationRequest)
+
+
+def read_form_fields(kind: type[_Request], fields: Mapping[str, Any]) -> _Request:
+    """Return the request in the fields of a form, whose values are texts, or lists of texts for `sigmas[]`.
+
+    Raises `ApiError` if a field is invalid.
+    """
+    lists = {name: value for name, value in fields.items() if isinstance(value, list)}
+    for name in lists:
+        if name in kind.model_fields:
+            raise ApiError(400, "invalid_value", f"{name[:60]} must not be a list", param=name[:60])
+    try:
+        # Form values are strings, which the model's strict mode would reject.
+        request = kind.model_validate_strings({name: value for name, value in fields.items() if name not in lists})
+    except ValidationError as error:
+        raise describe_invalid(error) from error
+    return request.model_copy(update=lists)
 
 
 def find_model(request: GenerationRequest, models: Mapping[str, ModelFacts], kind: Kind) -> ModelFacts:

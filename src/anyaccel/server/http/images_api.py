@@ -9,10 +9,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 
-from anyaccel.server.http.errors import NO_RETRY, ApiError, describe_failure, describe_invalid
+from anyaccel.server.http.errors import NO_RETRY, ApiError, describe_failure
+from anyaccel.server.http.generation_request import read_form_fields
 from anyaccel.server.http.image_request import FILE_FIELDS, EditRequest, ImageRequest, describe_form, make_job_spec
 from anyaccel.server.http.input_files import check_images, check_inputs, read_form
 from anyaccel.server.http.responses import KEEP_ALIVE, describe_images, describe_model, make_event, write_event
@@ -87,13 +87,9 @@ async def edit(request: Request, service: ServiceOf) -> Response:
     This endpoint is compatible with OpenAI's. With a mask, only the masked area changes.
     """
     form = await read_form(request, FILE_FIELDS, service.settings.limits)
-    if "image" not in form.inputs:
+    if not form.inputs or set(form.inputs) == {"mask_image"}:
         raise ApiError(400, "missing_required_parameter", "the file field 'image' is missing", param="image")
-    try:
-        # Form values are strings, which the model's strict mode would reject.
-        body = EditRequest.model_validate_strings(form.fields)
-    except ValidationError as error:
-        raise describe_invalid(error) from error
+    body = read_form_fields(EditRequest, form.fields)
     job = await begin_image_job(service, request, body, form.inputs, from_form=True)
     return await _respond(service, request, body, job)
 

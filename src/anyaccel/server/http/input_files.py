@@ -130,6 +130,10 @@ def check_inputs(inputs: Mapping[str, list[bytes]], facts: ModelFacts, task: Tas
         if name == "image" and len(contents) > 1 and not facts.many_images:
             message = f"{facts.pipeline} accepts one image per request, not {len(contents)}"
             raise ApiError(400, "too_many_images", message, param=name)
+    for name in facts.required_inputs.get(task, ()):
+        if name not in inputs:
+            message = f"{facts.pipeline} requires the input {name}"
+            raise ApiError(400, "missing_required_parameter", message, param=name)
 
 
 def name_inputs(inputs: Mapping[str, list[bytes]]) -> dict[str, bytes]:

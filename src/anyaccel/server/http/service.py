@@ -17,6 +17,9 @@ from fastapi import Depends, Request
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
+from anyaccel.errors import UsageError
+from anyaccel.media.encode import estimate_bytes
+from anyaccel.media.output import check_free_space
 from anyaccel.server.http.added_loras import AddedLoras
 from anyaccel.server.http.errors import NO_RETRY, ApiError
 from anyaccel.server.http.input_files import name_inputs
@@ -27,7 +30,7 @@ from anyaccel.server.jobs.job_traces import JobTraces
 from anyaccel.server.jobs.metrics import Metrics
 from anyaccel.server.jobs.store import ENDED, Job, JobStore, KeyTakenError, QueueFullError
 from anyaccel.server.settings import ServerSettings
-from anyaccel.server.worker.job_spec import INPUT_MARK, JobSpec
+from anyaccel.server.worker.job_spec import INPUT_MARK, SUFFIXES, JobSpec
 from anyaccel.server.worker.messages import ModelFacts
 from anyaccel.server.worker.transport import WorkerProcess, WorkerTransport
 from anyaccel.storage.atomic_write import atomic_write
@@ -103,6 +106,7 @@ class Service:
         if key is not None and not 0 < len(key) <= 255:
             raise ApiError(400, "invalid_value", f"the Idempotency-Key must have 1 to 255 characters, not {len(key)}")
         try:
+            await run_in_threadpool(self._check_free_space, spec)
             job, new = await run_in_threadpool(
                 self.jobs.submit,
                 spec.to_dict(),
@@ -133,6 +137,21 @@ class Service:
             self.traces.record_job(job.id, self.traces.read_parent(dict(request.headers)))
             await run_in_threadpool(self.dispatcher.wake)
         return job
+
+    def _check_free_space(self, spec: JobSpec) -> None:
+        """Raise `ApiError` if the disk has no space for a video or audio, before anything is computed."""
+        if spec.kind == "image":
+            return  # small, and generated within seconds
+        size = estimate_bytes(
+            spec.kind, SUFFIXES[spec.output_format], width=spec.width, height=spec.height, frames=spec.num_frames or 0,
+            seconds=spec.seconds or 0.0,
+        )  # fmt: skip
+        try:
+            check_free_space(self.settings.data, size)
+        except UsageError as error:
+            _LOG.error("anyaccel: %s", error.message)
+            message = "the service cannot store the result; its disk is almost full"
+            raise ApiError(503, "storage", message, headers={"Retry-After": "30"}) from error
 
     async def find(self, request: Request, job_id: str) -> Job:
         """Return a job by ID; raise `ApiError` if it does not exist or belongs to another client."""

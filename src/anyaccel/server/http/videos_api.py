@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 
 from anyaccel.errors import UsageError
 from anyaccel.server.http.errors import NO_RETRY, ApiError, describe_failure, describe_invalid
-from anyaccel.server.http.generation_request import check_text
+from anyaccel.server.http.generation_request import check_text, read_form_fields
 from anyaccel.server.http.input_files import Form, check_images, check_inputs, decode_data_url, read_form
 from anyaccel.server.http.responses import FILE_HEADERS, find_media_type
 from anyaccel.server.http.service import Service, ServiceOf
@@ -52,11 +52,7 @@ async def create(request: Request, service: ServiceOf) -> dict[str, Any]:
     reference = _pop_reference(form)
     if reference is not None:
         form.inputs["image"] = [reference]
-    try:
-        read = VideoRequest.model_validate_strings if from_form else VideoRequest.model_validate
-        body = read(form.fields)
-    except ValidationError as error:
-        raise describe_invalid(error) from error
+    body = read_form_fields(VideoRequest, form.fields) if from_form else _read_json(form.fields)
     return await service.describe_video(await begin_video_job(service, request, body, form.inputs, from_form=from_form))
 
 
@@ -185,6 +181,13 @@ async def _read_request(request: Request, service: Service) -> tuple[Form, bool]
     if not isinstance(fields, dict):
         raise ApiError(400, "invalid_value", "the request body must be a JSON object")
     return Form(fields), False
+
+
+def _read_json(fields: dict[str, Any]) -> VideoRequest:
+    try:
+        return VideoRequest.model_validate(fields)
+    except ValidationError as error:
+        raise describe_invalid(error) from error
 
 
 def _pop_reference(form: Form) -> bytes | None:

@@ -118,6 +118,8 @@ class ModelFacts:
     """What the model generates."""
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Inputs of each task besides the prompt, such as `image`."""
+    required_inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Inputs without which a task fails, in addition to the image of an edit."""
     many_images: bool = False
     """Whether an edit can have several input images."""
     arguments: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from PIL import Image
@@ -26,6 +26,7 @@ __all__ = [
     "find_multiple",
     "find_pipelines",
     "list_inputs",
+    "list_required",
     "read_audio_facts",
     "read_video_facts",
     "takes_many_images",
@@ -89,6 +90,13 @@ def list_inputs(pipe: Any, task: Task, *, with_ip_adapter: bool) -> tuple[str, .
     if interface.pipeline_class is None:  # modular pipelines declare their inputs by name
         return tuple(name for name in names if name in interface.parameters)
     return tuple(name for name in names if find_parameter(name, interface.parameters, interface.components) is not None)
+
+
+def list_required(pipe: Any, inputs: Collection[str]) -> tuple[str, ...]:
+    """Return the inputs without which a pipeline with adapters fails; modular pipelines then run other blocks."""
+    if read_interface(pipe).pipeline_class is None:
+        return ()
+    return tuple(name for name in ("control_image", "ip_adapter_image") if name in inputs)
 
 
 def takes_many_images(pipe: Any) -> bool:

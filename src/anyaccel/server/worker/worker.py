@@ -299,6 +299,7 @@ def make_job_failed(job: str, error: BaseException) -> JobFailed:
         return JobFailed(job, "out_of_memory", text, 507)
     if isinstance(error, NotFiniteError):
         return JobFailed(job, "not_finite", text, 500)
-    if isinstance(error, UsageError):
+    # Pipelines raise ValueError for arguments that they reject.
+    if isinstance(error, UsageError | ValueError):
         return JobFailed(job, "invalid_value", text, 400)
     return JobFailed(job, "internal_error", text, 500)
