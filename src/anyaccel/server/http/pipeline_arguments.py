@@ -122,4 +122,6 @@ def _find_number_limit(name: str, value: int | float, limits: ServerLimits) -> f
         return limits.max_steps
     if "frames" in name:
         return limits.max_frames
+    if "area" in name or "pixels" in name:
+        return limits.max_pixels
     return _MAX_SEED if "seed" in name else _MAX_INTEGER

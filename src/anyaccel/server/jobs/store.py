@@ -324,17 +324,6 @@ class JobStore:
             job = self._find("id = ?", job_id)
         return job if job is not None and owner in (None, job.owner) else None
 
-    def list(self, *, owner: str | None = None, limit: int = 100, before: Job | None = None) -> list[Job]:
-        """Return up to `limit` jobs, newest first; with `before`, only those older than that job."""
-        latest = None if before is None else before.created
-        with self._lock:
-            rows = self._database.execute(
-                "SELECT * FROM jobs WHERE (? IS NULL OR owner = ?) AND (? IS NULL OR created < ?) "
-                "ORDER BY created DESC, rowid DESC LIMIT ?",
-                (owner, owner, latest, latest, limit),
-            ).fetchall()
-        return [_read_job(row) for row in rows]
-
     def page(
         self, *, kind: str, owner: str, limit: int, after: Job | None = None, ascending: bool = False
     ) -> list[Job]:
@@ -348,6 +337,17 @@ class JobStore:
         query = f"SELECT * FROM jobs WHERE {where} ORDER BY created {direction}, rowid {direction} LIMIT ?"
         with self._lock:
             rows = self._database.execute(query, (*values, limit)).fetchall()
+        return [_read_job(row) for row in rows]
+
+    def list(self, *, owner: str | None = None, limit: int = 100, before: Job | None = None) -> list[Job]:
+        """Return up to `limit` jobs, newest first; with `before`, only those older than that job."""
+        latest = None if before is None else before.created
+        with self._lock:
+            rows = self._database.execute(
+                "SELECT * FROM jobs WHERE (? IS NULL OR owner = ?) AND (? IS NULL OR created < ?) "
+                "ORDER BY created DESC, rowid DESC LIMIT ?",
+                (owner, owner, latest, latest, limit),
+            ).fetchall()
         return [_read_job(row) for row in rows]
 
     def count_before(self, job: Job) -> int:
