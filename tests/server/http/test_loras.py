@@ -121,7 +121,7 @@ def test_pipeline_arguments_are_checked_and_used(service: Live) -> None:
     Image.new("RGB", (64, 64), "grey").save(stream, "PNG")
     # Form fields are texts.
     edited = service.openai().images.edit(
-        image=("a.png", stream.getvalue()), prompt="a cat", extra_body={"clip_skip": 0, "num_inference_steps": 4}
+        image=("a.png", stream.getvalue()), prompt="a cat", extra_body={"eta": 0.5, "num_inference_steps": 4}
     )
     assert edited.data is not None
     invalid: dict[str, Any] = {
