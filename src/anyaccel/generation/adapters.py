@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -159,7 +160,9 @@ def apply_loras(pipe: Any, loras: Sequence[Adapter]) -> None:
         repository, folder, name = lora.split()
         options = {"weight_name": name} if name else {}
         names.append(f"lora_{index}")
-        with _naming(lora):
+        with _naming(lora), warnings.catch_warnings():
+            # peft warns about several adapters in a model, which are intended here.
+            warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")
             pipe.load_lora_weights(
                 repository, adapter_name=names[-1], **options, **({"subfolder": folder} if folder else {})
             )

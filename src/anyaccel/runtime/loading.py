@@ -98,21 +98,22 @@ def _find_class(kind: Any, model: str, config: dict[str, Any], options: dict[str
     return found if isinstance(found, type) and issubclass(found, kind) else kind
 
 
-def find_pipeline_class(model: str, revision: str | None = None) -> tuple[Any, dict[str, str]]:
-    """Return the class of a model's pipeline and the class names of its components, without loading it.
+def find_pipeline_class(model: str, revision: str | None = None) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    """Return the class of a model's pipeline, the class names of its components and its settings, without loading it.
 
     The class is None if it is not one of diffusers. For a Hub ID, this downloads the index.
     """
     if is_single_file(model):
-        return None, {}
+        return None, {}, {}
     options: dict[str, Any] = {} if revision is None else {"revision": revision}
     config = _read_config(model, needed=False)
     config = config or dict(call_diffusers(diffusers.DiffusionPipeline.load_config, model, options))
     found = getattr(diffusers, str(config.get("_class_name")), None)
     if not (isinstance(found, type) and issubclass(found, diffusers.DiffusionPipeline)):
-        return None, {}
+        return None, {}, {}
     entries = {name: entry for name, entry in config.items() if isinstance(entry, list) and len(entry) == 2}
-    return found, {name: str(kind) for name, (library, kind) in entries.items() if library is not None}
+    settings = {name: value for name, value in config.items() if name not in entries}
+    return found, {name: str(kind) for name, (library, kind) in entries.items() if library is not None}, settings
 
 
 def _read_config(source: str, *, needed: bool) -> dict[str, Any]:
