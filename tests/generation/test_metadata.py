@@ -121,7 +121,7 @@ def damage(**changed: Any) -> str:
         ("[]", "expected a JSON object with an integer `format`"),
         ("{}", "expected a JSON object with an integer `format`"),
         ("[" * 100_000, "recursion"),
-        (damage(format=3), "format 3 is newer than the supported format 2"),
+        (damage(format=4), "format 4 is newer than the supported format 3"),
         (damage(format="1"), "expected a JSON object with an integer `format`"),
         (damage(seed="gone"), "the field 'seed' is missing"),
         (damage(seed=-1), r"the seed must be an integer from 0 to 2\*\*64 - 1, not -1"),

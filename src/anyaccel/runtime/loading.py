@@ -10,6 +10,7 @@ from typing import Any
 
 import diffusers
 import torch
+from huggingface_hub import hf_hub_download
 
 from anyaccel.backends.device_functions import dtype_name, dtype_of
 from anyaccel.errors import ModelError, UsageError
@@ -106,14 +107,20 @@ def find_pipeline_class(model: str, revision: str | None = None) -> tuple[Any, d
     if is_single_file(model):
         return None, {}, {}
     options: dict[str, Any] = {} if revision is None else {"revision": revision}
-    config = _read_config(model, needed=False)
-    config = config or dict(call_diffusers(diffusers.DiffusionPipeline.load_config, model, options))
+    config = _read_config(model, needed=False) or call_diffusers(_download_index, model, options)
     found = getattr(diffusers, str(config.get("_class_name")), None)
     if not (isinstance(found, type) and issubclass(found, diffusers.DiffusionPipeline)):
         return None, {}, {}
     entries = {name: entry for name, entry in config.items() if isinstance(entry, list) and len(entry) == 2}
     settings = {name: value for name, value in config.items() if name not in entries}
     return found, {name: str(kind) for name, (library, kind) in entries.items() if library is not None}, settings
+
+
+def _download_index(model: str, revision: str | None = None) -> dict[str, Any]:
+    """Return the index of a Hub model."""
+    # Not `load_config` of diffusers, which passes deprecated arguments to huggingface_hub (diffusers 0.42).
+    content = json.loads(Path(hf_hub_download(model, "model_index.json", revision=revision)).read_text())
+    return content if isinstance(content, dict) else {}
 
 
 def _read_config(source: str, *, needed: bool) -> dict[str, Any]:
