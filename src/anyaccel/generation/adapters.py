@@ -78,15 +78,15 @@ class Additions:
 
 
 def read_additions(
-    loras: Any = None, ip_adapters: Any = None, controlnets: Any = None, scheduler: str | None = None
+    lora: Any = None, ip_adapter: Any = None, controlnet: Any = None, scheduler: str | None = None
 ) -> Additions:
     """Return the additions for the arguments of `generate`; raise UsageError if a file does not exist."""
     from anyaccel.generation.schedulers import check_scheduler
 
     return Additions(
-        loras=_read_all("lora", loras),
-        ip_adapters=_read_all("ip_adapter", ip_adapters),
-        controlnets=_read_all("controlnet", controlnets),
+        loras=_read_all("lora", lora),
+        ip_adapters=_read_all("ip_adapter", ip_adapter),
+        controlnets=_read_all("controlnet", controlnet),
         scheduler=None if scheduler is None else check_scheduler(scheduler),
     )
 
