@@ -11,6 +11,8 @@ import torch
 from PIL import Image
 
 from anyaccel.recipes import recipes
+from anyaccel.recipes.families.adapters import parts_for_ip_adapter
+from anyaccel.recipes.recipe import assemble
 
 LIBRARY: Any = diffusers
 SIZE = 16
@@ -24,14 +26,21 @@ def _root() -> Path:
 
 @functools.cache
 def save_model(name: str) -> str:
-    """Save the pipeline of a recipe to a folder, once for all tests, and return its path."""
+    """Save the pipeline of a recipe to a folder, once for all tests, and return its path.
+
+    `ip-adapter-base` is Stable Diffusion with the image encoder of the recipe `ip-adapter`, without the IP-Adapter.
+    """
     folder = _root() / name
-    pipe: Any = recipes()[name].make()
+    pipe: Any = _make_ip_adapter_base() if name == "ip-adapter-base" else recipes()[name].make()
     if isinstance(pipe, LIBRARY.ModularPipeline):
         pipe.save_pretrained(str(folder), overwrite_modular_index=True)
     else:
         pipe.save_pretrained(str(folder))
     return str(folder)
+
+
+def _make_ip_adapter_base() -> Any:
+    return assemble("StableDiffusionPipeline", parts_for_ip_adapter)
 
 
 def call_stock(model: str, kind: str = "DiffusionPipeline", *, prompt: str | None = "a red fox", **call: Any) -> Any:

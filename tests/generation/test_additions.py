@@ -5,16 +5,13 @@ from typing import Any
 
 import numpy
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.generation.adapters import parse_adapter
 from anyaccel.generation.generate import generate
 from anyaccel.generation.media_format import read_metadata
-from anyaccel.recipes import recipes
-from anyaccel.recipes.families.adapters import add_ip_adapter
 from tests.conftest import NEEDS_RECIPES
+from tests.generation.adapter_files import save_controlnet, save_ip_adapter, save_lora
 from tests.generation.models import CPU, LIBRARY, call_pipe, call_stock, make_image, make_mask, pixels, save_model
 
 pytestmark = [
@@ -22,7 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:Already found a `peft_config`"),  # of stock diffusers with two LoRAs
 ]
-SD, IP = "stable-diffusion", "ip-adapter"
+SD, IP = "stable-diffusion", "ip-adapter-base"
 
 
 def load_stock(model: str) -> Any:
@@ -31,63 +28,21 @@ def load_stock(model: str) -> Any:
 
 @pytest.fixture(scope="module")
 def lora(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_lora(tmp_path_factory.mktemp("lora") / "style.safetensors", seed=1))
-
-
-def save_lora(path: Path, seed: int) -> Path:
-    """Write the file of a LoRA for the attention of the tiny UNet."""
-    unet = load_stock(save_model(SD)).unet
-    generator, weights = torch.Generator().manual_seed(seed), {}
-    for name, layer in unet.named_modules():
-        if name.endswith(("to_q", "to_v")):
-            rows, columns = layer.weight.shape
-            weights[f"unet.{name}.lora_A.weight"] = torch.randn(2, columns, generator=generator)
-            weights[f"unet.{name}.lora_B.weight"] = torch.randn(rows, 2, generator=generator)
-    save_file(weights, path)
-    return path
+    return save_lora(tmp_path_factory.mktemp("lora") / "style.safetensors")
 
 
 @pytest.fixture(scope="module")
 def controlnet(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("controlnet")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model = LIBRARY.ControlNetModel.from_unet(
-            load_stock(save_model(SD)).unet, conditioning_embedding_out_channels=(8, 16)
-        )
-        for weight in model.parameters():
-            torch.nn.init.normal_(weight, std=0.1)
-    model.save_pretrained(folder)
-    return str(folder)
+    return save_controlnet(tmp_path_factory.mktemp("controlnet"))
 
 
 @pytest.fixture(scope="module")
 def ip_adapter(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Write the weights of the recipe's IP-Adapter, which are zero, as random numbers to a file."""
-    recorded: dict[str, Any] = {}
-
-    class Recorder:
-        unet = recipes()["stable-diffusion"].make().unet
-
-        def load_ip_adapter(self, weights: dict[str, Any], **_: Any) -> None:
-            recorded.update(weights)
-
-        def set_ip_adapter_scale(self, scale: float) -> None: ...
-
-    add_ip_adapter(Recorder())
-    generator = torch.Generator().manual_seed(2)
-    flat = {
-        f"{part}.{name}": torch.randn(weight.shape, generator=generator)
-        for part, weights in recorded.items()
-        for name, weight in weights.items()
-    }
-    path = tmp_path_factory.mktemp("ip") / "ip-adapter.safetensors"
-    save_file(flat, path)
-    return str(path)
+    return save_ip_adapter(tmp_path_factory.mktemp("ip") / "ip-adapter.safetensors")
 
 
 def test_lora_with_its_weight(lora: str, tmp_path: Path) -> None:
-    model, second = save_model(SD), str(save_lora(tmp_path / "second.safetensors", seed=5))
+    model, second = save_model(SD), save_lora(tmp_path / "second.safetensors", seed=5)
     plain = pixels(generate("a red fox", model, **CPU)[0])
     result = generate("a red fox", model, lora=[f"{lora}:0.5", (second, 0.25)], **CPU)
     pipe = load_stock(model)

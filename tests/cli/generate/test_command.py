@@ -287,7 +287,7 @@ def test_explain_prints_the_plan_and_generates_nothing(run: Run, tmp_path: Path)
         (["x", "--model", "./nowhere"], "does not exist", "path"),
         (["x", "--device", "nueron"], "unknown device 'nueron'", "did you mean neuron?"),
         (["x", "--dtype", "int8"], "a floating-point dtype", "float32"),
-        (["--from", "taken.png"], "taken.png is not a valid PNG, JPEG or WebP file", "written by anyaccel"),
+        (["--from", "taken.png"], "taken.png is not a valid file of a supported format", "written by anyaccel"),
         (["--from", "taken.png", "x"], "cannot be combined with a prompt", "omit --from or the prompt"),
         (["x", "--show", "sixle"], "unknown value 'sixle' for --show", "did you mean sixel?"),
     ],
