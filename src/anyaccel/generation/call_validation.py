@@ -57,9 +57,8 @@ def map_call(interface: PipelineInterface, call: Mapping[str, Any], *, prompt: b
     known = interface.arguments
     for name in arguments:
         if name not in known:
-            hint = (
-                "omit it: the result has the size of the input" if name in SIDES else f"omit it; {nearest(name, known)}"
-            )
+            as_input = name in SIDES and "image" in arguments
+            hint = "omit it: the result has the size of the input" if as_input else f"omit it; {nearest(name, known)}"
             raise UsageError(f"{interface.name} does not accept the argument {name}", hint=hint)
     _check_prompt(interface, arguments, prompt)
     missing = list_missing(interface, arguments, prompt=prompt)
