@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from diffusers.utils import logging as diffusers_logging
 
 from anyaccel.errors import UsageError
 from anyaccel.planning.facts import WeightError
@@ -71,6 +70,9 @@ def is_partly_quantized(model: torch.nn.Module) -> bool:
 def _show_progress(layers: list[torch.nn.Linear], text: str) -> Iterable[torch.nn.Linear]:
     if all(layer.weight.is_meta for layer in layers):
         return layers
+    # Imported here: `anyaccel run` imports this module before the script, which may set environment variables for diffusers.
+    from diffusers.utils import logging as diffusers_logging
+
     make_bar: Any = diffusers_logging.tqdm
     # disable=None: only on a terminal or in a notebook.
     return make_bar(layers, desc=text, unit="layer", delay=_BAR_DELAY_S, disable=None)  # type: ignore[no-any-return]
