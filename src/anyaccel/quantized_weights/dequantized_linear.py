@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from anyaccel.quantized_weights.formats import Parts, WeightFormat
 
-__all__ = ["DequantizedLinear"]
+__all__ = ["DequantizedLinear", "listing_weights"]
 
 
 class DequantizedLinear(torch.nn.Linear):
@@ -88,3 +89,24 @@ class DequantizedLinear(torch.nn.Linear):
     def extra_repr(self) -> str:
         """Return the layer's sizes and format, as shown by `print(model)`."""
         return f"{super().extra_repr()}, format={self.format.name}"
+
+
+@contextmanager
+def listing_weights(model: torch.nn.Module) -> Iterator[None]:
+    """Let `state_dict` of a model list the weights of its dequantized layers in this block, as zeros without memory.
+
+    diffusers reads their shapes from it when it loads adapters (loaders/lora_pipeline.py, diffusers 0.42.1,
+    `_maybe_expand_lora_state_dict`).
+    """
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, DequantizedLinear)}
+
+    def add_weights(module: torch.nn.Module, content: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, layer in layers.items():
+            zero = torch.zeros((), dtype=layer.dtype, device=getattr(layer, layer.part_names[0]).device)
+            content[f"{prefix}{name}.weight"] = zero.expand(layer.out_features, layer.in_features)
+
+    handle = model.register_state_dict_post_hook(add_weights)
+    try:
+        yield
+    finally:
+        handle.remove()
