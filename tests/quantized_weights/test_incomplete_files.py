@@ -43,7 +43,8 @@ def load(model: Any, **options: Any) -> Any:
 
 def split_into_shards(file: Path, is_first: Callable[[str], bool]) -> None:
     """Replace a file by two shards with an index."""
-    tensors, files = load_file(file), {}
+    tensors = load_file(file)
+    files: dict[str, str] = {}
     file.unlink()
     for number in (1, 2):
         part = {name: tensor for name, tensor in tensors.items() if is_first(name) is (number == 1)}
@@ -62,7 +63,7 @@ def check_encoder(model: Any, values: Tensors) -> None:
 @pytest.mark.parametrize("layout", ["comfyui-2025", "blocks"])
 def test_scales_in_another_shard_than_the_weights(layout: str, saved: Path, tmp_path: Path) -> None:
     folder = copy(saved, tmp_path)
-    values = {}
+    values: dict[str, Tensors] = {}
     for name in (FILE, ENCODER):
         values[name] = write_scaled_file(saved / name, folder / name, torch.float8_e4m3fn, layout)
         split_into_shards(folder / name, lambda tensor: "scale" in tensor)
