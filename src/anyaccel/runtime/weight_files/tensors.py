@@ -23,7 +23,8 @@ def read_tensors(file: Path) -> dict[str, Any]:
     """Return the tensors of a safetensors file, with 8-bit weights as `ScaledWeight`."""
     with safe_open(file, "pt") as opened:
         tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - not a dict
-    return mark_tensors(tensors, file)
+    marked: dict[str, Any] = mark_tensors(tensors, file)
+    return marked
 
 
 def mark_tensors(tensors: Any, file: Path) -> Any:
