@@ -315,6 +315,9 @@ def test_lora_on_quantized_weights(tmp_path: Path) -> None:
     without = run(RECIPE, plain)
     expected = run(RECIPE, add(plain))
     assert numpy.abs(expected - without).max() > 0.05
+    with pytest.raises(anyaccel.AnyaccelError, match="cannot be changed"):
+        plain.transformer.fuse_lora()
+    numpy.testing.assert_array_equal(run(RECIPE, plain), expected)
 
     def use(accelerator: VirtualAccelerator) -> None:
         device = f"virtual:{accelerator.name}"

@@ -85,7 +85,7 @@ def is_partly_quantized(model: torch.nn.Module) -> bool:
 def _show_progress(layers: list[torch.nn.Linear], text: str) -> Iterable[torch.nn.Linear]:
     if all(layer.weight.is_meta for layer in layers):
         return layers
-    # Imported here: `anyaccel run` imports this module before the script, which may set environment variables for diffusers.
+    # Imported here: `anyaccel run` imports this module before the script, which may set variables for diffusers.
     from diffusers.utils import logging as diffusers_logging
 
     make_bar: Any = diffusers_logging.tqdm
