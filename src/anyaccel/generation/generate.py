@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anyaccel.generation.contact_sheet import make_contact_sheet
 from anyaccel.generation.image import GeneratedImage, generate_image
 from anyaccel.generation.image_format import encode_image
 from anyaccel.generation.metadata import ImageMetadata
 from anyaccel.generation.model_loading import LOCK, load_model
 from anyaccel.generation.output_files import file_exists_error, read_destination
 from anyaccel.generation.request import make_request
+from anyaccel.media.stills import make_contact_sheet
 from anyaccel.planning.plan import Plan
 
 if TYPE_CHECKING:

@@ -199,8 +199,8 @@ class GenerateRun(ProgressListener):
         return self._save(self.destination, self.destination.path_of(index, metadata.prompt, metadata.seed), content)
 
     def _write_contact_sheet(self) -> None:
-        from anyaccel.generation.contact_sheet import make_contact_sheet
         from anyaccel.generation.image_format import encode_image
+        from anyaccel.media.stills import make_contact_sheet
 
         metadata = [generated.metadata for _, generated in self.finished]
         # With several images per prompt, one row per prompt.
