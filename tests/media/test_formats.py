@@ -14,7 +14,7 @@ from anyaccel.media import formats
 from anyaccel.media.encode import encode, estimate_bytes
 from anyaccel.media.formats import SUFFIXES, check_format, default_suffix
 from anyaccel.media.output import check_free_space, find_sidecar, write_media
-from anyaccel.media.types import Audio, Kind, Video, kind_of
+from anyaccel.media.types import Audio, Kind, Media, Video, kind_of
 from tests.conftest import inherit_environment
 from tests.media.samples import make_audio, make_frame, make_noise, make_video
 
@@ -22,7 +22,8 @@ from tests.media.samples import make_audio, make_frame, make_noise, make_video
 @pytest.mark.parametrize("kind", ["image", "video", "audio"])
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_each_format_accepts_its_kinds(suffix: str, kind: Kind) -> None:
-    media = {"image": make_frame(), "video": make_video(2), "audio": make_audio(0.1)}[kind]
+    samples: dict[Kind, Media] = {"image": make_frame(), "video": make_video(2), "audio": make_audio(0.1)}
+    media = samples[kind]
     assert kind_of(media) == kind
     if kind in SUFFIXES[suffix].kinds:
         check_format(suffix, kind)
@@ -178,7 +179,7 @@ def test_free_space_is_checked(tmp_path: Path) -> None:
         (lambda: Video([make_frame(), make_frame(32, 32)], 24), "frame 1 is RGB of 32x32 pixels"),
         (lambda: Video([make_frame().convert("L")], 24), "frame 0 is L of 64x48 pixels"),
         (lambda: Audio(np.zeros(10, np.float32), 8000), r"not float32 of shape \(10,\)"),
-        (lambda: Audio(np.zeros((1, 10)), 8000), r"not float64 of shape \(1, 10\)"),
+        (lambda: Audio(np.zeros((1, 10)), 8000), r"not float64 of shape \(1, 10\)"),  # type: ignore[arg-type]
         (lambda: Audio(np.zeros((1, 0), np.float32), 8000), "non-empty"),
         (lambda: Audio([[0.0]], 8000), "not list"),  # type: ignore[arg-type]
         (lambda: Audio(np.zeros((1, 10), np.float32), 0), "sample rate must be positive, not 0"),
