@@ -1,5 +1,6 @@
 """File formats: what they can contain, missing libraries, size limits and the types of media."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,10 @@ from anyaccel.media.encode import encode, estimate_bytes
 from anyaccel.media.formats import SUFFIXES, check_format, default_suffix
 from anyaccel.media.output import check_free_space, find_sidecar, write_media
 from anyaccel.media.types import Audio, Kind, Media, Video, kind_of
-from tests.conftest import inherit_environment
+from tests.conftest import ROOT, inherit_environment
 from tests.media.samples import make_audio, make_frame, make_noise, make_video
+
+PAGE = ROOT / "docs" / "media.md"
 
 
 @pytest.mark.parametrize("kind", ["image", "video", "audio"])
@@ -94,7 +97,7 @@ for extra, call in [
 def test_without_the_libraries() -> None:
     subprocess.run(
         [sys.executable, "-c", WITHOUT_LIBRARIES],
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         env={**inherit_environment(), "PYTHONPATH": ":".join(filter(None, sys.path))},
         check=True,
         timeout=120,
@@ -110,6 +113,20 @@ def test_missing_encoder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ) as caught:
         check_format(".mp4", "video")
     assert "anyaccel[video]" in caught.value.hint
+
+
+def test_documentation_lists_the_formats() -> None:
+    rows = re.findall(
+        r"^\| `(\..+?)` \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert [row[0] for row in rows] == list(SUFFIXES)
+    for suffix, content, requires, codec, metadata in rows:
+        item = SUFFIXES[suffix]
+        assert set(content.split(", ")) - {"video with audio"} == item.kinds
+        assert ("video with audio" in content) == (item.audio_encoder is not None)
+        assert requires == (f"`anyaccel[{item.extra}]`" if item.extra else "–")
+        assert codec.startswith("lossless") == item.lossless
+        assert metadata == ("in the file" if item.embeds_metadata else f"in `NAME{suffix}.json`")
 
 
 NOISE_SIZES = [(64, 48), (150, 100), (16, 16)]
