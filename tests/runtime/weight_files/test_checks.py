@@ -223,6 +223,24 @@ def test_a_file_for_another_model(saved: Path, tmp_path: Path) -> None:
         anyaccel.DiffusionPipeline.from_pretrained(saved, unet=tmp_path / "unet.safetensors")
     with pytest.raises(ModelError, match="the pipeline has no model of this name"):
         anyaccel.DiffusionPipeline.from_pretrained(saved, transformer=saved / UNET)
+    with pytest.raises(ModelError, match="the pipeline has no model of this name"):
+        anyaccel.DiffusionPipeline.from_pretrained(saved, tokenizer=saved / UNET)
+
+
+@NEEDS_RECIPES
+def test_a_file_for_another_architecture(tmp_path: Path) -> None:
+    pipe: Any = recipes()["flux"].make()
+    pipe.save_pretrained(tmp_path)
+    vae = tmp_path / "vae" / "diffusion_pytorch_model.safetensors"
+    with pytest.raises(ModelFileError, match=r"does not contain the weights of FluxTransformer2DModel"):
+        anyaccel.DiffusionPipeline.from_pretrained(tmp_path, transformer=vae)
+
+
+@pytest.mark.parametrize("value", ["unet", "model.sft", "MODEL.SAFETENSORS"])
+def test_a_component_that_is_not_a_file_of_weights(value: str, saved: Path) -> None:
+    with pytest.raises(ModelError, match="is not a file of weights") as caught:
+        anyaccel.DiffusionPipeline.from_pretrained(saved, unet=saved / value)
+    assert "UNet2DConditionModel" in caught.value.hint
 
 
 def write_gguf(file: Path, architecture: str, kind: gguf.GGMLQuantizationType) -> None:

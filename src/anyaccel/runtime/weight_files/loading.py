@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ import diffusers
 import torch
 from diffusers.quantizers.pipe_quant_config import PipelineQuantizationConfig
 
-from anyaccel.errors import ModelError
+from anyaccel.errors import ModelError, ModelFileError, first_line
 from anyaccel.quantized_weights.file_quantizer import FileQuantizer, FileWeightsConfig
 from anyaccel.quantized_weights.replace_layers import set_replaced_quantizer
 from anyaccel.quantized_weights.scaled_weight import ScaledWeight
@@ -24,7 +25,7 @@ from anyaccel.upstream.diffusers_internals import read_dtype_argument
 from anyaccel.upstream.diffusers_loading import calling_after_each_component
 from anyaccel.upstream.diffusers_quantizers import forget_quantization_config, use_file_weights
 
-__all__ = ["find_component_files", "find_denoiser", "keep_file_weights", "load_component"]
+__all__ = ["check_component_options", "find_component_files", "find_denoiser", "keep_file_weights", "load_component"]
 
 _DTYPE = read_dtype_argument()
 # Options of `from_pretrained` that also say where the config of a component is.
@@ -43,6 +44,16 @@ def find_component_files(options: Mapping[str, Any]) -> dict[str, Path]:
     }
 
 
+def check_component_options(options: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Raise `ModelError` if an option names a component, but its value is neither a model nor a file of weights."""
+    for name, value in options.items():
+        if isinstance(value, str | Path) and isinstance(config.get(name), list) and not str(value).endswith(WEIGHTS):
+            raise ModelError(
+                f"{name}={str(value)!r} is not a file of weights: its suffix is not one of {', '.join(WEIGHTS)}",
+                hint=f"pass such a file, or load the component with its class {config[name][1]} and pass the object",
+            )
+
+
 def find_denoiser(file: Path, config: Mapping[str, Any]) -> str:
     """Return the name of the denoiser if a file contains only this model of the pipeline, and else an empty string."""
     if file.suffix == ".safetensors":
@@ -58,10 +69,10 @@ def load_component(source: str, *, name: str, model: str, config: Mapping[str, A
     """Load a component of a pipeline from a file of weights, with the config from the folder or Hub ID `model`."""
     file = Path(source)
     entry = config.get(name)
-    if not isinstance(entry, list) or entry[0] not in ("diffusers", "transformers"):
+    if not isinstance(entry, list) or not _is_model(entry):
+        models = [key for key, value in config.items() if isinstance(value, list) and _is_model(value)]
         raise ModelError(
-            f"{name}={str(file)!r}: the pipeline has no model of this name",
-            hint=f"use one of {', '.join(key for key, value in config.items() if isinstance(value, list))}",
+            f"{name}={str(file)!r}: the pipeline has no model of this name", hint=f"use one of {', '.join(models)}"
         )
     check_weight_file(file, pickles=options.get("use_safetensors") is False)
     dtype = options.get(_DTYPE)
@@ -78,10 +89,24 @@ def load_component(source: str, *, name: str, model: str, config: Mapping[str, A
     revision = {"config_revision": options["revision"]} if "revision" in options else {}
     arguments = {_DTYPE: dtype, "config": str(model), "subfolder": name, **hub, **revision}
     with _reading_files(dtype, file) as quantization:
-        loaded = kind.from_single_file(str(file), **arguments, **quantization)
+        try:
+            loaded = kind.from_single_file(str(file), **arguments, **quantization)
+        except (LookupError, AttributeError) as error:  # from functions that convert the names of another model
+            raise ModelFileError(
+                f"{file} does not contain the weights of {entry[1]}: {first_line(error)}",
+                hint=f"pass a file with the weights of the component {name}",
+            ) from error
     _finish(loaded)
     _check_complete(loaded, str(file))
     return loaded
+
+
+def _is_model(entry: list[Any]) -> bool:
+    """Return whether an entry of a pipeline's config, [library, class], is a model, rather than a tokenizer."""
+    if entry[0] not in ("diffusers", "transformers"):
+        return False
+    kind = getattr(importlib.import_module(entry[0]), str(entry[1]), None)
+    return isinstance(kind, type) and issubclass(kind, torch.nn.Module)
 
 
 @contextmanager
