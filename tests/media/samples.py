@@ -1,6 +1,7 @@
 """Images, video and audio for the tests of `anyaccel.media`."""
 
 import json
+from typing import TypedDict
 
 import numpy as np
 from PIL import Image
@@ -10,7 +11,15 @@ from anyaccel.media.types import Audio, Video
 DOCUMENT = json.dumps({"format": 2, "prompt": "ein grüner Baum 🌳", "text": "x" * 20_000})
 """A metadata document of 20 KB, in ASCII as `json.dumps` writes it."""
 
-LIMITS = {"max_frames": 100, "max_pixels": 10**6}
+
+class Limits(TypedDict):
+    """Arguments of `decode_video`."""
+
+    max_frames: int
+    max_pixels: int
+
+
+LIMITS: Limits = {"max_frames": 100, "max_pixels": 10**6}
 
 
 def make_frame(width: int = 64, height: int = 48, time: float = 0.0) -> Image.Image:

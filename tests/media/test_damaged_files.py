@@ -1,5 +1,6 @@
 """Decoding of untrusted files: limits, and files that are damaged, truncated or mislabeled."""
 
+import functools
 import io
 import struct
 import warnings
@@ -7,6 +8,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -55,12 +57,7 @@ def test_mislabeled_files_are_rejected(suffix: str, kind: str, contents: dict[st
     """The content decides, not the file name."""
     path = tmp_path / "file.bin"
     path.write_bytes(contents[suffix])
-    suitable = {
-        "image": {".png", ".webp", ".gif"},
-        "video": {".webp", ".gif", ".mp4", ".webm"},
-        "audio": {".wav", ".flac"},
-    }
-    if suffix in suitable[kind]:
+    if kind in SUFFIXES[suffix].kinds or (suffix, kind) == (".gif", "image"):
         DECODERS[kind](path)
     elif kind == "audio" and suffix in (".mp4", ".webm"):
         check_rejected(lambda: DECODERS[kind](path), r"file\.bin has no audio track")
@@ -80,27 +77,23 @@ def test_other_files_are_rejected(kind: str, content: bytes, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "header",
+    ("suffix", "header"),
     [
-        b"\x89PNG\r\n\x1a\n",
-        b"GIF89a",
-        b"RIFF\0\0\0\0WEBP",
-        b"RIFF\xff\xff\0\0WAVE",
-        b"fLaC",
-        b"\0\0\0 ftypisom",
-        b"\x1aE\xdf\xa3",
+        (".png", b"\x89PNG\r\n\x1a\n"),
+        (".jpg", b"\xff\xd8\xff"),
+        (".gif", b"GIF89a"),
+        (".webp", b"RIFF\0\0\0\0WEBP"),
+        (".wav", b"RIFF\xff\xff\0\0WAVE"),
+        (".flac", b"fLaC"),
+        (".mp4", b"\0\0\0 ftypisom"),
+        (".webm", b"\x1aE\xdf\xa3"),
     ],
 )
-def test_garbage_after_a_valid_signature_is_rejected(header: bytes, tmp_path: Path) -> None:
+def test_garbage_after_a_valid_signature_is_rejected(suffix: str, header: bytes, tmp_path: Path) -> None:
     path = tmp_path / "garbage"
     path.write_bytes(header + make_noise(40, 40).tobytes())
-    suffix = next(
-        suffix
-        for suffix, start in _SIGNATURES.items()
-        if header.startswith(start) and header.endswith(_END.get(suffix, b""))
-    )
     for kind in SUFFIXES[suffix].kinds:
-        check_rejected(lambda kind=kind: DECODERS[kind](path), "garbage")  # type: ignore[misc]
+        check_rejected(functools.partial(DECODERS[kind], path), "garbage")
 
 
 @pytest.mark.parametrize("kind", ["image", "video", "audio"])
@@ -169,7 +162,7 @@ def test_unsupported_codecs_are_rejected() -> None:
     with av.open(stream, "w", format="mp4") as container:
         track = container.add_stream("mpeg4", rate=24)
         track.width, track.height, track.pix_fmt = 64, 48, "yuv420p"
-        container.mux(track.encode(av.VideoFrame.from_image(make_frame())))
+        container.mux(track.encode(av.VideoFrame.from_ndarray(np.asarray(make_frame()))))
         container.mux(track.encode(None))
     error = check_rejected(lambda: decode_video(stream.getvalue(), **LIMITS), "codec mpeg4")
     assert "H.264" in error.hint
@@ -194,9 +187,3 @@ def test_pillow_formats_that_are_not_supported_are_rejected(tmp_path: Path) -> N
     path = tmp_path / "image.png"
     Image.new("RGB", (8, 8)).save(path, "BMP")
     check_rejected(lambda: decode_image(path, max_pixels=100), r"image\.png is not a valid file of a supported format")
-
-
-_SIGNATURES = {
-    ".png": b"\x89PNG", ".gif": b"GIF8", ".webp": b"RIFF", ".wav": b"RIFF", ".flac": b"fLaC", ".mp4": b"\0\0\0 ftyp", ".webm": b"\x1aE",
-}  # fmt: skip
-_END = {".webp": b"WEBP", ".wav": b"WAVE"}

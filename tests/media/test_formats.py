@@ -1,5 +1,6 @@
 """File formats: what they can contain, missing libraries, size limits and the types of media."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,15 +15,18 @@ from anyaccel.media import formats
 from anyaccel.media.encode import encode, estimate_bytes
 from anyaccel.media.formats import SUFFIXES, check_format, default_suffix
 from anyaccel.media.output import check_free_space, find_sidecar, write_media
-from anyaccel.media.types import Audio, Kind, Video, kind_of
-from tests.conftest import inherit_environment
+from anyaccel.media.types import Audio, Kind, Media, Video, kind_of
+from tests.conftest import ROOT, inherit_environment
 from tests.media.samples import make_audio, make_frame, make_noise, make_video
+
+PAGE = ROOT / "docs" / "media.md"
 
 
 @pytest.mark.parametrize("kind", ["image", "video", "audio"])
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_each_format_accepts_its_kinds(suffix: str, kind: Kind) -> None:
-    media = {"image": make_frame(), "video": make_video(2), "audio": make_audio(0.1)}[kind]
+    samples: dict[Kind, Media] = {"image": make_frame(), "video": make_video(2), "audio": make_audio(0.1)}
+    media = samples[kind]
     assert kind_of(media) == kind
     if kind in SUFFIXES[suffix].kinds:
         check_format(suffix, kind)
@@ -93,7 +97,7 @@ for extra, call in [
 def test_without_the_libraries() -> None:
     subprocess.run(
         [sys.executable, "-c", WITHOUT_LIBRARIES],
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         env={**inherit_environment(), "PYTHONPATH": ":".join(filter(None, sys.path))},
         check=True,
         timeout=120,
@@ -109,6 +113,20 @@ def test_missing_encoder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ) as caught:
         check_format(".mp4", "video")
     assert "anyaccel[video]" in caught.value.hint
+
+
+def test_documentation_lists_the_formats() -> None:
+    rows = re.findall(
+        r"^\| `(\..+?)` \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert [row[0] for row in rows] == list(SUFFIXES)
+    for suffix, content, requires, codec, metadata in rows:
+        item = SUFFIXES[suffix]
+        assert set(content.split(", ")) - {"video with audio"} == item.kinds
+        assert ("video with audio" in content) == (item.audio_encoder is not None)
+        assert requires == (f"`anyaccel[{item.extra}]`" if item.extra else "–")
+        assert codec.startswith("lossless") == item.lossless
+        assert metadata == ("in the file" if item.embeds_metadata else f"in `NAME{suffix}.json`")
 
 
 NOISE_SIZES = [(64, 48), (150, 100), (16, 16)]
@@ -178,7 +196,7 @@ def test_free_space_is_checked(tmp_path: Path) -> None:
         (lambda: Video([make_frame(), make_frame(32, 32)], 24), "frame 1 is RGB of 32x32 pixels"),
         (lambda: Video([make_frame().convert("L")], 24), "frame 0 is L of 64x48 pixels"),
         (lambda: Audio(np.zeros(10, np.float32), 8000), r"not float32 of shape \(10,\)"),
-        (lambda: Audio(np.zeros((1, 10)), 8000), r"not float64 of shape \(1, 10\)"),
+        (lambda: Audio(np.zeros((1, 10)), 8000), r"not float64 of shape \(1, 10\)"),  # type: ignore[arg-type]
         (lambda: Audio(np.zeros((1, 0), np.float32), 8000), "non-empty"),
         (lambda: Audio([[0.0]], 8000), "not list"),  # type: ignore[arg-type]
         (lambda: Audio(np.zeros((1, 10), np.float32), 0), "sample rate must be positive, not 0"),

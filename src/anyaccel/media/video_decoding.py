@@ -15,6 +15,7 @@ from anyaccel.media.audio_files import check_audio_size
 from anyaccel.media.image_files import DOCUMENT_KEY
 from anyaccel.media.source import COPY_AGAIN
 from anyaccel.media.types import Audio, Video
+from anyaccel.media.video_files import EXACT_CONVERSION
 
 if TYPE_CHECKING:
     from av import AudioStream, Packet, VideoFrame, VideoStream
@@ -209,15 +210,13 @@ def _check_codec(stream: VideoStream | AudioStream, name: str) -> None:
 
 
 def _convert_frame(frame: VideoFrame) -> Image.Image:
-    from av.video.reformatter import Interpolation as Flags
-
     colorspace = frame.colorspace
     if colorspace == _UNSPECIFIED:
         colorspace = _BT709 if frame.height >= _HD_HEIGHT else _BT601
     converted = frame.reformat(
         format="rgb24",
         src_colorspace=colorspace,
-        interpolation=Flags.BICUBIC | Flags.ACCURATE_RND | Flags.FULL_CHR_H_INT | Flags.BITEXACT,
+        interpolation=EXACT_CONVERSION,
         threads=1,
     )
     image = Image.fromarray(converted.to_ndarray())

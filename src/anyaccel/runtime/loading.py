@@ -20,7 +20,13 @@ from anyaccel.runtime.loading_errors import call_diffusers
 from anyaccel.runtime.model_file_checks import check_model_folder, is_single_file
 from anyaccel.runtime.modular_loading import is_modular, load_modular_pipeline
 from anyaccel.runtime.placement_state import find_placement
-from anyaccel.runtime.weight_files.loading import find_component_files, find_denoiser, keep_file_weights, load_component
+from anyaccel.runtime.weight_files.loading import (
+    check_component_options,
+    find_component_files,
+    find_denoiser,
+    keep_file_weights,
+    load_component,
+)
 from anyaccel.runtime.weight_files.moving import LoadTarget, moving_components
 from anyaccel.upstream.diffusers_internals import casts_components, read_dtype_argument
 
@@ -64,6 +70,7 @@ def _load_files(kind: Any, model: str, options: dict[str, Any], target: LoadTarg
     passes_models = any(isinstance(value, torch.nn.Module) for value in options.values())
     needed = bool(files) or passes_models or "config" in options
     config = _read_config(str(options.get("config")) if single else model, needed=needed)
+    check_component_options(options, config)
     denoiser = find_denoiser(Path(model), config) if single and Path(model).is_file() else ""
     if denoiser:  # the other models come from the folder
         files[denoiser], single, model = Path(model), False, str(options.pop("config"))
