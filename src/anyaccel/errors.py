@@ -8,7 +8,7 @@
     │   ├── UnknownComponentError unknown component of the pipeline
     │   └── ModelError            not a model, or a broken or untrusted one
     │       ├── ModelFileError    files of a model are missing or damaged (also an OSError, as in diffusers)
-    │       └── MissingLibraryError a library that the model needs is not installed (also an ImportError)
+    │       └── MissingLibraryError a library for the model or file format is not installed (also an ImportError)
     ├── DeviceUnavailableError    exit status 1: known device, not available (also a RuntimeError)
     ├── LimitError                exit status 1: a virtual device hit a limit of the real one (also a RuntimeError)
     │   └── LimitTypeError        the same, if the real device raises a TypeError
@@ -114,7 +114,7 @@ class ModelFileError(ModelError, OSError):
 
 
 class MissingLibraryError(ModelError, ImportError):
-    """Model that requires a library that is not installed."""
+    """Model or file format that requires a library that is not installed."""
 
 
 class DeviceUnavailableError(AnyaccelError, RuntimeError):

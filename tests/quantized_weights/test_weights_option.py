@@ -13,12 +13,13 @@ import diffusers
 import numpy
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model_state_dict
 
 import anyaccel
 from anyaccel.embedded.model import find_embedded_model
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
+from anyaccel.errors import ModelError
 from anyaccel.planning.options import WEIGHT_FORMATS
 from anyaccel.quantized_weights import quantize
 from anyaccel.quantized_weights.dequantized_linear import DequantizedLinear
@@ -314,6 +315,9 @@ def test_lora_on_quantized_weights(tmp_path: Path) -> None:
     without = run(RECIPE, plain)
     expected = run(RECIPE, add(plain))
     assert numpy.abs(expected - without).max() > 0.05
+    with pytest.raises(anyaccel.AnyaccelError, match="cannot be changed"):
+        plain.transformer.fuse_lora()
+    numpy.testing.assert_array_equal(run(RECIPE, plain), expected)
 
     def use(accelerator: VirtualAccelerator) -> None:
         device = f"virtual:{accelerator.name}"
@@ -331,6 +335,46 @@ def test_lora_on_quantized_weights(tmp_path: Path) -> None:
             anyaccel.place(fused, device, weights="int8")
 
     run_forked("mps", use)
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
+def test_lora_files(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    adapted: Any = RECIPE.make()
+    adapted.transformer.add_adapter(
+        LoraConfig(r=4, target_modules=["to_q", "proj_mlp", "norm.linear", "x_embedder"], init_lora_weights=False)
+    )
+    adapted.save_lora_weights(tmp_path, get_peft_model_state_dict(adapted.transformer))
+    without, plain = (
+        run_dequantized("flux", "int8"),
+        anyaccel.place(RECIPE.make(), "cpu", dtype="float32", weights="int8"),
+    )
+    for model in (plain.transformer, plain.text_encoder, plain.text_encoder_2):
+        model.dequantize()
+    plain.load_lora_weights(tmp_path, adapter_name="first")
+    expected = run(RECIPE, plain)
+    assert numpy.abs(expected - without).max() > 0.05
+    pipe = anyaccel.place(RECIPE.make(), "cpu", dtype="float32", weights="int8")
+    names = set(pipe.transformer.state_dict())
+    for adapter in ("first", "second"):
+        pipe.load_lora_weights(tmp_path, adapter_name=adapter)
+        pipe.set_adapters([adapter])
+        numpy.testing.assert_allclose(run(RECIPE, pipe), expected, atol=1e-5)
+    pipe.set_adapters(["first", "second"], [0.5, 0.5])
+    numpy.testing.assert_allclose(run(RECIPE, pipe), expected, atol=1e-5)
+    pipe.unload_lora_weights()
+    numpy.testing.assert_allclose(run(RECIPE, pipe), without, atol=1e-5)
+    assert set(pipe.transformer.state_dict()) == names
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("weights", WEIGHT_FORMATS)
+def test_weights_that_are_not_finite_are_rejected(weights: str, value: float) -> None:
+    pipe: Any = RECIPE.make()
+    pipe.transformer.transformer_blocks[0].attn.to_q.weight.data[0, 0] = value
+    with pytest.raises(ModelError, match=r"transformer_blocks\.0\.attn\.to_q in FluxTransformer2DModel has NaN or Inf"):
+        anyaccel.place(pipe, "cpu", weights=weights)
+    assert list_formats(pipe.transformer) == {}
 
 
 @pytest.mark.parametrize("name", ["gguf-Q4_0", "bitsandbytes-nf4", "torchao-int8", "float8_e4m3fn"])

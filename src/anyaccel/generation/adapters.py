@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,15 +78,15 @@ class Additions:
 
 
 def read_additions(
-    loras: Any = None, ip_adapters: Any = None, controlnets: Any = None, scheduler: str | None = None
+    lora: Any = None, ip_adapter: Any = None, controlnet: Any = None, scheduler: str | None = None
 ) -> Additions:
     """Return the additions for the arguments of `generate`; raise UsageError if a file does not exist."""
     from anyaccel.generation.schedulers import check_scheduler
 
     return Additions(
-        loras=_read_all("lora", loras),
-        ip_adapters=_read_all("ip_adapter", ip_adapters),
-        controlnets=_read_all("controlnet", controlnets),
+        loras=_read_all("lora", lora),
+        ip_adapters=_read_all("ip_adapter", ip_adapter),
+        controlnets=_read_all("controlnet", controlnet),
         scheduler=None if scheduler is None else check_scheduler(scheduler),
     )
 
@@ -159,7 +160,9 @@ def apply_loras(pipe: Any, loras: Sequence[Adapter]) -> None:
         repository, folder, name = lora.split()
         options = {"weight_name": name} if name else {}
         names.append(f"lora_{index}")
-        with _naming(lora):
+        with _naming(lora), warnings.catch_warnings():
+            # peft warns about several adapters in a model, which are intended here.
+            warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")
             pipe.load_lora_weights(
                 repository, adapter_name=names[-1], **options, **({"subfolder": folder} if folder else {})
             )

@@ -21,6 +21,7 @@ __all__ = [
     "check_size",
     "find_default",
     "find_missing_image",
+    "list_missing",
     "list_parameters",
     "map_call",
     "pick_images",
@@ -56,11 +57,11 @@ def map_call(interface: PipelineInterface, call: Mapping[str, Any], *, prompt: b
     known = interface.arguments
     for name in arguments:
         if name not in known:
-            hint = f"omit it; {nearest(name, known)}"
+            as_input = name in SIDES and "image" in arguments
+            hint = "omit it: the result has the size of the input" if as_input else f"omit it; {nearest(name, known)}"
             raise UsageError(f"{interface.name} does not accept the argument {name}", hint=hint)
     _check_prompt(interface, arguments, prompt)
-    passed = {name: value for name, value in arguments.items() if name in interface.parameters}
-    missing = interface.find_missing({**({"prompt": ""} if prompt else {}), **passed}) or _find_input(interface, passed)
+    missing = list_missing(interface, arguments, prompt=prompt)
     if missing:
         options = [INPUT_OPTIONS.get(name) or f"--set {name}=…" for name in missing]
         raise UsageError(
@@ -69,6 +70,12 @@ def map_call(interface: PipelineInterface, call: Mapping[str, Any], *, prompt: b
             f"(in Python {', '.join(f'{name}=…' for name in missing)})",
         )
     return arguments
+
+
+def list_missing(interface: PipelineInterface, arguments: Mapping[str, Any], *, prompt: bool) -> list[str]:
+    """Return the names of the arguments that the pipeline requires and the call does not have."""
+    passed = {name: value for name, value in arguments.items() if name in interface.parameters}
+    return interface.find_missing({**({"prompt": ""} if prompt else {}), **passed}) or _find_input(interface, passed)
 
 
 def _check_prompt(interface: PipelineInterface, arguments: Mapping[str, Any], prompt: bool) -> None:

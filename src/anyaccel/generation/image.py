@@ -217,4 +217,9 @@ def _translate_errors(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
                 f"{name} failed, probably because it requires an input image ({missing}): {first_line(error)}",
                 hint=f"add {INPUT_OPTIONS.get(missing, missing)} PATH (in Python {missing}=…)",
             ) from error
-        raise
+        if not isinstance(error, ValueError):
+            raise
+        raise UsageError(
+            f"{plain_class(pipe).__name__} rejected the call: {first_line(error)}",
+            hint="correct the arguments or the inputs",
+        ) from error

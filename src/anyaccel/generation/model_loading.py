@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from anyaccel.generation.request import GenerationRequest
     from anyaccel.progress import ProgressListener
 
-__all__ = ["LOCK", "LoadedModel", "check_device", "load_model", "load_uncached", "release_model"]
+__all__ = ["LOCK", "LoadedModel", "change_additions", "check_device", "load_model", "load_uncached", "release_model"]
 
 # Held while the cached model is replaced or generates images.
 LOCK = threading.RLock()
@@ -111,6 +111,14 @@ def load_uncached(
 def _make_loaded(pipe: Any, model: ResolvedModel, revision: str | None, load_s: float) -> LoadedModel:
     scheduler = getattr(pipe, "scheduler", None)
     return LoadedModel(pipe=pipe, model=model, revision=revision, load_s=load_s, scheduler=scheduler)
+
+
+def change_additions(loaded: LoadedModel, additions: Additions) -> LoadedModel | None:
+    """Return an uncached model with other LoRAs, IP-Adapters, ControlNets and another scheduler.
+
+    Return None if the model must be loaded again. After an error, the model is not usable.
+    """
+    return None if _needs_reload(loaded, additions) else _change_additions(loaded, additions)
 
 
 def _needs_reload(loaded: LoadedModel, additions: Additions) -> bool:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from anyaccel.generation.guider import GUIDANCE_SCALE, read_guider_scale
@@ -59,6 +60,8 @@ class PipelineInterface:
     is_loaded: bool = False
     components: Mapping[str, str] = field(default_factory=dict)
     """Class names of the components in the index; empty if they are unknown."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the pipeline in the index, such as `expand_timesteps`."""
 
     @property
     def kind(self) -> Kind | None:
@@ -106,6 +109,7 @@ def read_interface(pipe: Any) -> PipelineInterface:
         pipeline_class=None if read_blocks(pipe) is not None else plain_class(pipe),
         pipe=pipe,
         is_loaded=True,
+        settings=dict(getattr(pipe, "config", {})),
         components={
             name: type(value).__name__ for name, value in getattr(pipe, "components", {}).items() if value is not None
         },
@@ -123,13 +127,13 @@ def find_interface(model: ResolvedModel) -> PipelineInterface | None:
 
     if is_modular_folder(Path(model.source)):
         return dataclasses.replace(read_interface(create_modular_pipeline(model.source)), is_loaded=False)
-    kind, components = find_pipeline_class(model.source, model.revision)
-    if kind is None:
-        return None
-    return make_class_interface(kind, components)
+    kind, components, settings = find_pipeline_class(model.source, model.revision)
+    return None if kind is None else make_class_interface(kind, components, settings)
 
 
-def make_class_interface(kind: type, components: Mapping[str, str]) -> PipelineInterface:
+def make_class_interface(
+    kind: type, components: Mapping[str, str], settings: Mapping[str, Any] = MappingProxyType({})
+) -> PipelineInterface:
     """Return the interface of a pipeline class of diffusers."""
     return PipelineInterface(
         name=kind.__name__,
@@ -137,6 +141,7 @@ def make_class_interface(kind: type, components: Mapping[str, str]) -> PipelineI
         outputs=_list_class_outputs(kind),
         pipeline_class=kind,
         components=components,
+        settings=settings,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from anyaccel.errors import UsageError
+from anyaccel.errors import MissingLibraryError, UsageError
 from anyaccel.generation.adapters import Additions
 from anyaccel.generation.call_validation import check_outputs, map_call
 from anyaccel.generation.inputs import find_parameter
@@ -13,6 +13,7 @@ from anyaccel.generation.pipeline_interface import PipelineInterface, find_inter
 from anyaccel.generation.request import GenerationRequest
 from anyaccel.generation.schedulers import choose_scheduler
 from anyaccel.generation.tasks import check_task
+from anyaccel.upstream.prompt_cleaning import needs_ftfy
 
 __all__ = ["check_request"]
 
@@ -32,6 +33,10 @@ def check_request(request: GenerationRequest) -> PipelineInterface | None:
     for prompt, _ in request.images[:1]:
         has_prompt = "prompt" in found.parameters and prompt is not None
         map_call(found, request.call, prompt=has_prompt or bool(prompt))
+        if has_prompt and found.pipeline_class is not None and needs_ftfy(found.pipeline_class):
+            raise MissingLibraryError(
+                f"{found.name} requires ftfy to clean prompts, which is not installed", hint="pip install ftfy"
+            )
     return found
 
 

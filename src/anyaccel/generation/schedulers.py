@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from anyaccel.errors import MissingLibraryError, UsageError, first_line, nearest
+from anyaccel.upstream.schedulers import list_compatible_schedulers
 
 __all__ = ["SHORT_NAMES", "check_scheduler", "choose_scheduler", "make_scheduler"]
 
@@ -31,6 +32,7 @@ SHORT_NAMES: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
     "lcm": (("LCMScheduler",), {}),
     "lms": (("LMSDiscreteScheduler",), {}),
     "pndm": (("PNDMScheduler",), {}),
+    "tcd": (("TCDScheduler",), {}),
     "unipc": (("UniPCMultistepScheduler",), {}),
 }  # fmt: skip
 """Class names of each short name, and the config values that differ from those of the model's scheduler."""
@@ -76,24 +78,11 @@ def _list_compatible(current: str, config: Mapping[str, Any]) -> Sequence[str]:
     """Return the schedulers that diffusers lists as compatible; for a flow model, only those that support flows."""
     import diffusers
 
-    own = _read_compatibles(current)
-    # Also in the other direction: LCMScheduler lists the others, but they do not list it (diffusers 0.42).
-    candidates = {kind for kinds, _ in SHORT_NAMES.values() for kind in kinds} - own
-    names = own | {current} | {kind for kind in candidates if current in _read_compatibles(kind)}
+    names = list_compatible_schedulers(current)
     if config.get("use_flow_sigmas") or config.get("prediction_type") == "flow_prediction":
         kinds = {name: getattr(diffusers, name) for name in names}
         names = {name for name, kind in kinds.items() if "use_flow_sigmas" in inspect.signature(kind).parameters}
     return sorted(names)
-
-
-def _read_compatibles(name: str) -> set[str]:
-    import diffusers
-
-    kind: Any = getattr(diffusers, name, None)
-    try:
-        return {item.__name__ for item in kind().compatibles}
-    except (ImportError, TypeError, AttributeError):  # requires a library or arguments, or is not one of diffusers
-        return set()
 
 
 def make_scheduler(name: str, current: Any) -> Any:

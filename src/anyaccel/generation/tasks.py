@@ -58,6 +58,11 @@ def choose_class(interface: PipelineInterface, call: Mapping[str, Any], *, contr
             "that does with this model",
             hint=f"omit {options}, or use a model for this task",
         )
+    # Wan 2.2 TI2V is one model for both tasks; the others have separate weights.
+    if found.__name__ == "WanImageToVideoPipeline" and not interface.settings.get("expand_timesteps"):
+        raise UsageError(
+            "this Wan model generates videos from text only", hint="omit --image, or use an image-to-video model of Wan"
+        )
     return None if found is interface.pipeline_class else found
 
 
@@ -113,18 +118,8 @@ def find_pipe(loaded: LoadedModel, call: Mapping[str, Any]) -> Any:
     if found is None:
         return loaded.pipe
     if found not in loaded.derived:
-        _check_model(loaded.pipe, found)
         options = {} if loaded.controlnet is None else {"controlnet": loaded.controlnet}
         pipe = derive_portable(found, loaded.pipe, options)
         configure_progress_bars(pipe, disable=None)
         loaded.derived[found] = pipe
     return loaded.derived[found]
-
-
-def _check_model(pipe: Any, found: type) -> None:
-    """Raise UsageError if the weights of a model are not for the task of a pipeline class."""
-    # Wan 2.2 TI2V is one model for both tasks; the others have separate weights.
-    if found.__name__ == "WanImageToVideoPipeline" and not pipe.config.get("expand_timesteps"):
-        raise UsageError(
-            "this Wan model generates videos from text only", hint="omit --image, or use an image-to-video model of Wan"
-        )

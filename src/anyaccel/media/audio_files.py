@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from typing import IO, Any
+from typing import BinaryIO
 
 import numpy as np
 
@@ -83,7 +83,7 @@ def check_audio_size(name: str, channels: int, rate: int, samples: int, max_seco
         )
 
 
-def decode_audio_file(file: IO[bytes], name: str, *, max_seconds: float) -> Audio:
+def decode_audio_file(file: BinaryIO, name: str, *, max_seconds: float) -> Audio:
     """Return the audio in a WAV or FLAC file."""
     import soundfile
 
@@ -92,17 +92,17 @@ def decode_audio_file(file: IO[bytes], name: str, *, max_seconds: float) -> Audi
         with soundfile.SoundFile(file) as sound:
             expected, rate = int(sound.frames), int(sound.samplerate)
             check_audio_size(name, sound.channels, rate, expected, max_seconds)
-            samples: np.ndarray[Any, np.dtype[np.float32]] = sound.read(expected, dtype="float32", always_2d=True)
+            samples = sound.read(expected, dtype="float32", always_2d=True)
     except soundfile.SoundFileError as error:
         raise UsageError(f"{name} is damaged: {error}", hint="copy or download the file again") from error
     if not samples.size or len(samples) < expected or not is_complete:
         raise UsageError(f"{name} is truncated or contains no audio", hint="copy or download the file again")
-    audio = Audio(np.ascontiguousarray(samples.T), rate)
+    audio = Audio(np.ascontiguousarray(samples.T, dtype=np.float32), rate)
     check_samples(audio)  # WAV files can contain floating-point samples
     return audio
 
 
-def _is_complete(file: IO[bytes]) -> bool:
+def _is_complete(file: BinaryIO) -> bool:
     """Return whether a WAV file is as long as its header says; libsndfile ignores missing samples."""
     header = file.read(12)
     end = file.seek(0, io.SEEK_END)
@@ -112,7 +112,7 @@ def _is_complete(file: IO[bytes]) -> bool:
     return header[:4] != b"RIFF" or declared in (0, 2**32 - 1) or declared + 8 <= end
 
 
-def read_flac_document(file: IO[bytes], name: str) -> str | None:
+def read_flac_document(file: BinaryIO, name: str) -> str | None:
     """Return the metadata document in a FLAC file; None if it has none."""
     import soundfile
 

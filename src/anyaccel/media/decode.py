@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -95,7 +95,7 @@ def read_document(path: Path) -> str | None:
     return document if document is not None else _read_sidecar(path)
 
 
-def _read_embedded_document(file: IO[bytes], suffix: str, name: str) -> str | None:
+def _read_embedded_document(file: BinaryIO, suffix: str, name: str) -> str | None:
     if suffix in IMAGE_FORMATS:
         with open_image(file, IMAGE_FORMATS[suffix], name, max_pixels=None) as image:
             return read_image_document(image)

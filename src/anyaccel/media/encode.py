@@ -18,15 +18,15 @@ __all__ = ["encode", "estimate_bytes"]
 # Largest size of noise, which compresses worst, in bytes per pixel of each frame.
 _BYTES_PER_PIXEL = {
     ".png": 4.1,
-    ".jpg": 3.0,
-    ".jpeg": 3.0,
-    ".webp": 2.0,
-    ".gif": 2.0,
-    ".mp4": 2.0,
-    ".webm": 2.0,
+    ".jpg": 2.8,
+    ".jpeg": 2.8,
+    ".webp": 1.3,
+    ".gif": 1.8,
+    ".mp4": 1.2,
+    ".webm": 1.2,
 }
-# Stereo with 48,000 samples per second: 16 bits per sample in audio files, at most 256 kbit/s in video files.
-_AUDIO_BYTES_PER_SECOND = {".wav": 192_000, ".flac": 200_000, ".mp4": 32_000, ".webm": 32_000}
+# Stereo with 48,000 samples per second: 16 bits per sample in audio files, 256 kbit/s in video files.
+_AUDIO_BYTES_PER_SECOND = {".wav": 192_000, ".flac": 200_000, ".mp4": 35_000, ".webm": 35_000}
 # Headers and metadata of a file, and headers and color table of a frame.
 _FILE_BYTES, _FRAME_BYTES = 128 * 1024, 2048
 

@@ -27,8 +27,6 @@ _EXIF_IFD, _USER_COMMENT, _XP_COMMENT, _SOFTWARE = 0x8769, 0x9286, 0x9C9C, 0x013
 _ASCII = b"ASCII\0\0\0"
 # Effort of the WebP encoder, from 0 to 6.
 _WEBP_METHOD = 4
-# Side of the small copy of a frame from which the palette of a GIF frame is chosen.
-_PALETTE_SIDE = 128
 # Browsers show frames with a shorter duration for 100 ms.
 _SHORTEST_GIF_FRAME_MS = 20
 
@@ -121,10 +119,9 @@ def _keep(frame: Image.Image) -> Image.Image:
 
 def _reduce_colors(frame: Image.Image) -> Image.Image:
     """Return an image with a palette of 256 colors."""
-    # Choosing the colors from all pixels takes 20 times longer, for the same mean error.
-    sample = frame.copy()
-    sample.thumbnail((_PALETTE_SIDE, _PALETTE_SIDE), Image.Resampling.NEAREST)
-    return frame.quantize(palette=sample.quantize(256), dither=Image.Dither.NONE)
+    # Pillow's default takes 40 times longer, and shows steps in smooth areas, because it does not dither.
+    palette = frame.quantize(256, method=Image.Quantize.FASTOCTREE)
+    return frame.quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG)
 
 
 def _frame_durations_ms(video: Video, unit_ms: int) -> list[int]:

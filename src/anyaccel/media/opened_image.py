@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import fmean
-from typing import IO
+from typing import BinaryIO
 
 from PIL import Image, UnidentifiedImageError
 
@@ -23,7 +23,7 @@ _DURATION_UNIT_MS = {"GIF": 10, "WEBP": 1}
 
 
 @contextmanager
-def open_image(file: IO[bytes], pillow_format: str, name: str, *, max_pixels: int | None) -> Iterator[Image.Image]:
+def open_image(file: BinaryIO, pillow_format: str, name: str, *, max_pixels: int | None) -> Iterator[Image.Image]:
     """Open an image of one format; raise `UsageError` if it is too large or damaged, also while it is decoded."""
     try:
         with warnings.catch_warnings():

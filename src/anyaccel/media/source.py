@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 from anyaccel.errors import UsageError
 from anyaccel.media.formats import SUFFIXES
@@ -27,7 +27,7 @@ def name_source(source: Path | bytes) -> str:
 
 
 @contextmanager
-def open_source(source: Path | bytes) -> Iterator[tuple[IO[bytes], str | None]]:
+def open_source(source: Path | bytes) -> Iterator[tuple[BinaryIO, str | None]]:
     """Open a file; yield it with the suffix of the format that its content has, or None if it has no known format."""
     if isinstance(source, bytes):
         yield io.BytesIO(source), recognize(source[:_HEADER_BYTES])

@@ -79,10 +79,10 @@ def make_waveform(audio: Audio, width: int = 512, height: int = 128) -> Image.Im
     channels, length = audio.samples.shape
     edges = np.linspace(0, length, width + 1).astype(int)
     for channel, samples in enumerate(audio.samples.clip(-1, 1)):
-        half = height / channels / 2
-        center = (2 * channel + 1) * half
+        center = (channel + 0.5) * height / channels
+        amplitude = max(0, height // channels // 2 - 1)
         for column, (start, end) in enumerate(itertools.pairwise(edges)):
             # With fewer samples than columns, several columns show the same sample.
             part = samples[start : max(end, start + 1)]
-            draw.line((column, center - half * part.max(), column, center - half * part.min()), fill=_WAVE)
+            draw.line((column, center - amplitude * part.max(), column, center - amplitude * part.min()), fill=_WAVE)
     return image

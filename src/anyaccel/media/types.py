@@ -48,7 +48,7 @@ class Audio:
     @property
     def seconds(self) -> float:
         """Duration in seconds."""
-        return self.samples.shape[1] / self.rate
+        return float(self.samples.shape[1] / self.rate)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from PIL import Image
@@ -14,6 +15,7 @@ from anyaccel.media.audio_files import check_audio_size
 from anyaccel.media.image_files import DOCUMENT_KEY
 from anyaccel.media.source import COPY_AGAIN
 from anyaccel.media.types import Audio, Video
+from anyaccel.media.video_files import EXACT_CONVERSION
 
 if TYPE_CHECKING:
     from av import AudioStream, Packet, VideoFrame, VideoStream
@@ -26,8 +28,8 @@ _DEMUXERS = {".mp4": "mov,mp4,m4a,3gp,3g2,mj2", ".webm": "matroska,webm"}
 _CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "aac", "opus", "vorbis", "flac", "mp3", "pcm_s16le"})
 _DECODERS = [*sorted(_CODECS), "libdav1d", "libvpx", "libvpx-vp9", "libopus", "libvorbis", "mp3float"]
 _MAX_FPS = 1000
-# The duration in a file is rounded.
-_MAX_MISSING_SECONDS = 0.1
+# Enough for the header element and the size of the segment element.
+_WEBM_HEADER_BYTES = 1024
 # The audio track may be longer than the frames by this.
 _EXTRA_AUDIO_SECONDS = 10.0
 _UNSPECIFIED = 2  # AVColorSpace
@@ -37,10 +39,12 @@ _HD_HEIGHT = 720
 
 
 @contextmanager
-def _open_container(file: IO[bytes], suffix: str, name: str) -> Iterator[InputContainer]:
+def _open_container(file: BinaryIO, suffix: str, name: str) -> Iterator[InputContainer]:
     """Open a file; errors of PyAV in the `with` block, which damaged files cause, become `UsageError`."""
     import av
 
+    if suffix == ".webm":
+        _check_segment_size(file, name)
     options = {"codec_whitelist": ",".join(_DECODERS), "protocol_whitelist": "none"}
     try:
         with av.open(file, "r", format=_DEMUXERS[suffix], options=options, metadata_errors="replace") as container:
@@ -49,14 +53,14 @@ def _open_container(file: IO[bytes], suffix: str, name: str) -> Iterator[InputCo
         raise UsageError(f"{name} is damaged: {error.strerror}", hint=COPY_AGAIN) from error
 
 
-def read_video_document(file: IO[bytes], suffix: str, name: str) -> str | None:
+def read_video_document(file: BinaryIO, suffix: str, name: str) -> str | None:
     """Return the metadata document in a file; None if it has none."""
     with _open_container(file, suffix, name) as container:
         # The keys in Matroska files are uppercase.
         return {key.lower(): text for key, text in container.metadata.items()}.get(DOCUMENT_KEY)
 
 
-def decode_video_file(file: IO[bytes], suffix: str, name: str, *, max_frames: int, max_pixels: int) -> Video:
+def decode_video_file(file: BinaryIO, suffix: str, name: str, *, max_frames: int, max_pixels: int) -> Video:
     """Return the frames and the audio track of a file."""
     with _open_container(file, suffix, name) as container:
         track = _VideoTrack(container, name, max_frames, max_pixels)
@@ -71,7 +75,7 @@ def decode_video_file(file: IO[bytes], suffix: str, name: str, *, max_frames: in
         return track.finish(audio_track.finish() if audio_track is not None else None)
 
 
-def decode_audio_track(file: IO[bytes], suffix: str, name: str, *, max_seconds: float) -> Audio:
+def decode_audio_track(file: BinaryIO, suffix: str, name: str, *, max_seconds: float) -> Audio:
     """Return the audio track of a file."""
     with _open_container(file, suffix, name) as container:
         if not container.streams.audio:
@@ -98,11 +102,11 @@ class _VideoTrack:
         self.stream.thread_type = "AUTO"
         self.images: list[Image.Image] = []
 
-    def decode(self, packet: Packet) -> None:
+    def decode(self, packet: Packet[Any]) -> None:
         """Decode a packet, if it belongs to the track."""
         if packet.stream is not self.stream:
             return
-        for frame in packet.decode():
+        for frame in self.stream.decode(packet):
             self._check_size(frame)
             if len(self.images) == self.max_frames:
                 raise UsageError(f"{self.name} has more than {self.max_frames} frames", hint="use a shorter video")
@@ -143,15 +147,15 @@ class _AudioTrack:
         check_audio_size(name, self.channels, self.rate, 0, max_seconds)
         self.resampler = av.AudioResampler("fltp", stream.layout, self.rate)
 
-    def decode(self, packet: Packet) -> None:
+    def decode(self, packet: Packet[Any]) -> None:
         """Decode a packet, if it belongs to the track."""
         if packet.stream is not self.stream:
             return
-        for frame in packet.decode():
+        for frame in self.stream.decode(packet):
             for part in self.resampler.resample(frame):
                 self.length += part.samples
                 check_audio_size(self.name, self.channels, self.rate, self.length, self.max_seconds)
-                self.parts.append(part.to_ndarray())
+                self.parts.append(part.to_ndarray().astype(np.float32, copy=False))
 
     def finish(self) -> Audio:
         """Return the audio of all packets."""
@@ -165,21 +169,35 @@ class _AudioTrack:
         return Audio(np.ascontiguousarray(samples), self.rate)
 
 
-def _read_packets(container: InputContainer, name: str) -> Iterator[Packet]:
-    """Yield the packets of the first video and audio track; raise `UsageError` at the end if the file is truncated."""
-    import av
-
-    streams = [*container.streams.video[:1], *container.streams.audio[:1]]
-    end_s = 0.0
-    for packet in container.demux(*streams):
-        if packet.pts is not None:
-            end_s = max(end_s, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+def _read_packets(container: InputContainer, name: str) -> Iterator[Packet[Any]]:
+    """Yield the packets of the first video and audio track."""
+    for packet in container.demux(*container.streams.video[:1], *container.streams.audio[:1]):
+        if packet.is_corrupt:  # the end of the file is missing
+            raise UsageError(f"{name} is truncated", hint=COPY_AGAIN)
         yield packet
-    # At the end of a truncated WebM file, FFmpeg reports no error.
-    if container.duration is not None:
-        declared_s = ((container.start_time or 0) + container.duration) / av.time_base
-        if end_s < declared_s - _MAX_MISSING_SECONDS:
-            raise UsageError(f"{name} is truncated: it has {end_s:.2f} of {declared_s:.2f} s", hint=COPY_AGAIN)
+
+
+def _check_segment_size(file: BinaryIO, name: str) -> None:
+    """Raise `UsageError` if a WebM file is shorter than it declares: FFmpeg reports no error at the end.
+
+    The file starts with a header element, followed by the segment element, which contains everything else.
+    """
+    content = file.read(_WEBM_HEADER_BYTES)
+    length = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    position = 0
+    for _ in range(2):
+        position += 4  # identifier of the element
+        if position >= len(content) or not content[position]:
+            return  # FFmpeg reports the damage
+        size_bytes = 9 - content[position].bit_length()
+        value_bits = 7 * size_bytes
+        size = int.from_bytes(content[position : position + size_bytes], "big") & (2**value_bits - 1)
+        position += size_bytes
+        is_unknown = size == 2**value_bits - 1  # as in live streams
+        if not is_unknown and position + size > length:
+            raise UsageError(f"{name} is truncated", hint=COPY_AGAIN)
+        position += size
 
 
 def _check_codec(stream: VideoStream | AudioStream, name: str) -> None:
@@ -192,15 +210,13 @@ def _check_codec(stream: VideoStream | AudioStream, name: str) -> None:
 
 
 def _convert_frame(frame: VideoFrame) -> Image.Image:
-    from av.video.reformatter import Interpolation as Flags
-
     colorspace = frame.colorspace
     if colorspace == _UNSPECIFIED:
         colorspace = _BT709 if frame.height >= _HD_HEIGHT else _BT601
     converted = frame.reformat(
         format="rgb24",
         src_colorspace=colorspace,
-        interpolation=Flags.BICUBIC | Flags.ACCURATE_RND | Flags.FULL_CHR_H_INT | Flags.BITEXACT,
+        interpolation=EXACT_CONVERSION,
         threads=1,
     )
     image = Image.fromarray(converted.to_ndarray())

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from av.container import OutputContainer
     from PIL import Image
 
-__all__ = ["encode_video"]
+__all__ = ["EXACT_CONVERSION", "encode_video"]
 
 _MUXERS = {".mp4": "mp4", ".webm": "webm"}
 _MUXER_OPTIONS = {
@@ -49,6 +49,12 @@ _AUDIO_BITS_PER_SECOND = 256_000
 # For sample rates that a codec does not support. Opus supports only a few.
 _COMMON_RATE = 48_000
 _LAYOUTS = {1: "mono", 2: "stereo"}
+EXACT_CONVERSION = 0x4 | 0x2000 | 0x4000 | 0x40000 | 0x80000
+"""Flags of libswscale: bicubic, full_chroma_int, full_chroma_inp, accurate_rnd and bitexact.
+
+The names are not available in PyAV 17.
+"""
+
 _BT709, _LIMITED_RANGE = 1, 1  # values of AVColorSpace, AVColorPrimaries, AVColorTransferCharacteristic; AVColorRange
 # Frame rates are fractions in video files: 23.976 is 2997/125, and 24000/1001 is preserved.
 _LARGEST_DENOMINATOR = 100_000
@@ -112,7 +118,6 @@ def _add_video_stream(container: OutputContainer, video: Video, file_format: For
 def _convert_frame(image: Image.Image) -> VideoFrame:
     """Return an RGB image in the color format of the encoders, with even sides."""
     from av import VideoFrame
-    from av.video.reformatter import Interpolation as Flags
 
     pixels = np.asarray(image)
     height, width = pixels.shape[:2]
@@ -124,7 +129,7 @@ def _convert_frame(image: Image.Image) -> VideoFrame:
         dst_color_range=_LIMITED_RANGE,
         dst_color_trc=_BT709,
         dst_color_primaries=_BT709,
-        interpolation=Flags.BICUBIC | Flags.ACCURATE_RND | Flags.FULL_CHR_H_INP | Flags.BITEXACT,
+        interpolation=EXACT_CONVERSION,
         threads=1,
     )
 

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from anyaccel.errors import UsageError
 from anyaccel.quantized_weights.formats import Parts, WeightFormat
 
-__all__ = ["DequantizedLinear"]
+__all__ = ["DequantizedLinear", "listing_weights"]
+
+
+class _ReadOnlyWeight(torch.Tensor):
+    """A dequantized weight. Operations return plain tensors, and assignments to `data` raise `UsageError`."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor as a plain one."""
+        return self.as_subclass(torch.Tensor).data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # peft does this when it merges an adapter.
+        raise UsageError(
+            "weights of a quantized layer cannot be changed: they are dequantized on each access",
+            hint="convert the model first with model.dequantize(); LoRA adapters need not be fused",
+        )
 
 
 class DequantizedLinear(torch.nn.Linear):
@@ -47,9 +68,11 @@ class DequantizedLinear(torch.nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """The dequantized weight. Changes to it would be lost, and torch rejects those that do not use `data`."""
-        with torch.inference_mode():
-            return self._dequantize(self.dtype)
+        """The dequantized weight. Changes to it would be lost, so they raise an error."""
+        with torch.inference_mode():  # torch rejects changes of such tensors, except through `data`
+            weight = self._dequantize(self.dtype)
+        # Tensors of virtual devices are wrappers, which cannot be views of another class.
+        return weight.as_subclass(_ReadOnlyWeight) if type(weight) is torch.Tensor else weight
 
     def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return self.format.dequantize({name: getattr(self, name) for name in self.part_names}).to(dtype)
@@ -88,3 +111,24 @@ class DequantizedLinear(torch.nn.Linear):
     def extra_repr(self) -> str:
         """Return the layer's sizes and format, as shown by `print(model)`."""
         return f"{super().extra_repr()}, format={self.format.name}"
+
+
+@contextmanager
+def listing_weights(model: torch.nn.Module) -> Iterator[None]:
+    """Let `state_dict` of a model list the weights of its dequantized layers in this block, as zeros without memory.
+
+    diffusers reads their shapes from it when it loads adapters (loaders/lora_pipeline.py, diffusers 0.42.1,
+    `_maybe_expand_lora_state_dict`).
+    """
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, DequantizedLinear)}
+
+    def add_weights(module: torch.nn.Module, content: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, layer in layers.items():
+            zero = torch.zeros((), dtype=layer.dtype, device=getattr(layer, layer.part_names[0]).device)
+            content[f"{prefix}{name}.weight"] = zero.expand(layer.out_features, layer.in_features)
+
+    handle = model.register_state_dict_post_hook(add_weights)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from diffusers.utils import logging as diffusers_logging
 
-from anyaccel.errors import UsageError
+from anyaccel.errors import ModelError, UsageError
 from anyaccel.planning.facts import WeightError
 from anyaccel.quantized_weights.dequantized_linear import DequantizedLinear
 from anyaccel.quantized_weights.formats import Blocks, Gguf, Parts, WeightFormat
@@ -49,7 +48,9 @@ def quantize_model(model: torch.nn.Module, weights: str) -> None:
     If this is interrupted, the model works with the layers that are quantized already. Calling it again with the same
     format quantizes the others.
     """
-    layers = list(find_layers(model, weights).values())
+    named = find_layers(model, weights)
+    _check_finite(model, named)
+    layers = list(named.values())
     vars(model)[_UNFINISHED] = True
     try:
         with torch.no_grad():
@@ -63,6 +64,19 @@ def quantize_model(model: torch.nn.Module, weights: str) -> None:
     del vars(model)[_UNFINISHED]
 
 
+def _check_finite(model: torch.nn.Module, layers: Mapping[str, torch.nn.Linear]) -> None:
+    """Raise `ModelError` for NaN or Inf: the rounding of some formats would turn them into finite numbers."""
+    for name, layer in layers.items():
+        # The sum needs no memory, and is finite only if all values are, unless it overflows.
+        if not layer.weight.is_meta and not bool(layer.weight.sum(dtype=torch.float32).isfinite()):
+            if bool(layer.weight.isfinite().all()):
+                continue
+            raise ModelError(
+                f"the weight of {name} in {type(model).__name__} has NaN or Inf values, which cannot be quantized",
+                hint="copy or download the model again",
+            )
+
+
 def is_partly_quantized(model: torch.nn.Module) -> bool:
     """Return whether `quantize_model` was interrupted and has not been repeated since."""
     return _UNFINISHED in vars(model)
@@ -71,6 +85,9 @@ def is_partly_quantized(model: torch.nn.Module) -> bool:
 def _show_progress(layers: list[torch.nn.Linear], text: str) -> Iterable[torch.nn.Linear]:
     if all(layer.weight.is_meta for layer in layers):
         return layers
+    # Imported here: `anyaccel run` imports this module before the script, which may set variables for diffusers.
+    from diffusers.utils import logging as diffusers_logging
+
     make_bar: Any = diffusers_logging.tqdm
     # disable=None: only on a terminal or in a notebook.
     return make_bar(layers, desc=text, unit="layer", delay=_BAR_DELAY_S, disable=None)  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ import torch
 from anyaccel.errors import ModelError
 from anyaccel.quantized_weights.scaled_weight import ScaledWeight
 
-__all__ = ["has_scales", "mark_scaled_weights"]
+__all__ = ["find_scaled_weight", "has_scales", "mark_scaled_weights"]
 
 _SCALES = ("scale_weight", "weight_scale", "weight_scale_inv")
 _IGNORED = ("scale_input", "input_scale", "comfy_quant", "scaled_fp8")
@@ -41,6 +41,12 @@ def has_scales(names: Iterable[str]) -> bool:
     return any(_split(name)[1] in (*_SCALES, *_UNSUPPORTED, "comfy_quant", "scaled_fp8") for name in names)
 
 
+def find_scaled_weight(name: str) -> str:
+    """Return the name of the weight to which a scale belongs, and an empty string for other tensors."""
+    layer, kind = _split(name)
+    return f"{layer}.weight" if kind in (*_SCALES, *_IGNORED, *_UNSUPPORTED) else ""
+
+
 def mark_scaled_weights(
     tensors: Mapping[str, torch.Tensor], source: str, metadata: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
@@ -60,6 +66,8 @@ def mark_scaled_weights(
             marked[name] = _apply_scale(tensor, tensors[scales[layer]], f"{source}: the weight of {layer}")
         elif type(tensor) is torch.Tensor and tensor.dtype in _CODES[:2]:
             marked[name] = ScaledWeight.make(tensor, None) if tensor.ndim > 1 else tensor.to(torch.float32)
+        elif kind == "weight" and type(tensor) is torch.Tensor and tensor.dtype is torch.int8:
+            raise _make_error(source, layer, "int8 without a scale,")
         else:
             marked[name] = tensor
     return marked
@@ -72,17 +80,34 @@ def _split(name: str) -> tuple[str, str]:
 
 def _check_formats(tensors: Mapping[str, torch.Tensor], source: str, metadata: Mapping[str, str]) -> None:
     """Raise `ModelError` if a weight has a format that cannot be read."""
-    formats: dict[str, Any] = dict(json.loads(metadata.get("_quantization_metadata", "{}")).get("layers", {}))
-    for name, tensor in tensors.items():
+    formats = _read_formats(tensors, source, metadata)
+    for name in tensors:
         layer, kind = _split(name)
-        if kind == "comfy_quant":
-            formats[layer] = json.loads(bytes(tensor.tolist()))
-        elif kind in _UNSUPPORTED and f"{layer}.weight" in tensors:
+        if kind in _UNSUPPORTED and f"{layer}.weight" in tensors:
             raise _make_error(source, layer, f"with `{kind}`, such as NVFP4,")
     for layer, config in formats.items():
         name = str(config.get("format"))
         if name not in _COMFY_FORMATS or config.get("convrot"):
             raise _make_error(source, layer, f"{name}{' with rotated activations' * bool(config.get('convrot'))}")
+
+
+def _read_formats(
+    tensors: Mapping[str, torch.Tensor], source: str, metadata: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Return what the metadata and the tensors `comfy_quant` say about layers. Raise `ModelError` if it is damaged."""
+    try:
+        content = json.loads(metadata.get("_quantization_metadata", "{}"))
+        formats = {layer: dict(config) for layer, config in content.get("layers", {}).items()}
+        for name, tensor in tensors.items():
+            layer, kind = _split(name)
+            if kind == "comfy_quant":
+                formats[layer] = dict(json.loads(bytes(tensor.tolist())))
+    except (AttributeError, RecursionError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{source}: the description of the quantization cannot be read: {error}",
+            hint="copy or download the file again",
+        ) from error
+    return formats
 
 
 def _make_error(source: str, layer: str, form: str) -> ModelError:
@@ -94,6 +119,11 @@ def _make_error(source: str, layer: str, form: str) -> ModelError:
 
 def _apply_scale(weight: torch.Tensor, scale: torch.Tensor, subject: str) -> Any:
     """Return a weight with the scale of the file, or without one if the scale is 1."""
+    if not scale.is_floating_point() or scale.numel() == 0:
+        raise ModelError(
+            f"{subject} has scales of the dtype {scale.dtype} and the shape {tuple(scale.shape)}, which cannot be read",
+            hint="use a file with floating-point scales, or a GGUF file",
+        )
     is_one = bool((scale.to(torch.float32) == 1).all())
     if weight.dtype not in _CODES:
         if is_one and weight.dtype.is_floating_point:

@@ -10,6 +10,7 @@ from typing import Any
 
 import diffusers
 import torch
+from huggingface_hub import hf_hub_download
 
 from anyaccel.backends.device_functions import dtype_name, dtype_of
 from anyaccel.errors import ModelError, UsageError
@@ -19,7 +20,13 @@ from anyaccel.runtime.loading_errors import call_diffusers
 from anyaccel.runtime.model_file_checks import check_model_folder, is_single_file
 from anyaccel.runtime.modular_loading import is_modular, load_modular_pipeline
 from anyaccel.runtime.placement_state import find_placement
-from anyaccel.runtime.weight_files.loading import find_component_files, find_denoiser, keep_file_weights, load_component
+from anyaccel.runtime.weight_files.loading import (
+    check_component_options,
+    find_component_files,
+    find_denoiser,
+    keep_file_weights,
+    load_component,
+)
 from anyaccel.runtime.weight_files.moving import LoadTarget, moving_components
 from anyaccel.upstream.diffusers_internals import casts_components, read_dtype_argument
 
@@ -63,6 +70,7 @@ def _load_files(kind: Any, model: str, options: dict[str, Any], target: LoadTarg
     passes_models = any(isinstance(value, torch.nn.Module) for value in options.values())
     needed = bool(files) or passes_models or "config" in options
     config = _read_config(str(options.get("config")) if single else model, needed=needed)
+    check_component_options(options, config)
     denoiser = find_denoiser(Path(model), config) if single and Path(model).is_file() else ""
     if denoiser:  # the other models come from the folder
         files[denoiser], single, model = Path(model), False, str(options.pop("config"))
@@ -98,21 +106,28 @@ def _find_class(kind: Any, model: str, config: dict[str, Any], options: dict[str
     return found if isinstance(found, type) and issubclass(found, kind) else kind
 
 
-def find_pipeline_class(model: str, revision: str | None = None) -> tuple[Any, dict[str, str]]:
-    """Return the class of a model's pipeline and the class names of its components, without loading it.
+def find_pipeline_class(model: str, revision: str | None = None) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    """Return the class of a model's pipeline, the class names of its components and its settings, without loading it.
 
     The class is None if it is not one of diffusers. For a Hub ID, this downloads the index.
     """
     if is_single_file(model):
-        return None, {}
+        return None, {}, {}
     options: dict[str, Any] = {} if revision is None else {"revision": revision}
-    config = _read_config(model, needed=False)
-    config = config or dict(call_diffusers(diffusers.DiffusionPipeline.load_config, model, options))
+    config = _read_config(model, needed=False) or call_diffusers(_download_index, model, options)
     found = getattr(diffusers, str(config.get("_class_name")), None)
     if not (isinstance(found, type) and issubclass(found, diffusers.DiffusionPipeline)):
-        return None, {}
+        return None, {}, {}
     entries = {name: entry for name, entry in config.items() if isinstance(entry, list) and len(entry) == 2}
-    return found, {name: str(kind) for name, (library, kind) in entries.items() if library is not None}
+    settings = {name: value for name, value in config.items() if name not in entries}
+    return found, {name: str(kind) for name, (library, kind) in entries.items() if library is not None}, settings
+
+
+def _download_index(model: str, revision: str | None = None) -> dict[str, Any]:
+    """Return the index of a Hub model."""
+    # Not `load_config` of diffusers, which passes deprecated arguments to huggingface_hub (diffusers 0.42).
+    content = json.loads(Path(hf_hub_download(model, "model_index.json", revision=revision)).read_text())
+    return content if isinstance(content, dict) else {}
 
 
 def _read_config(source: str, *, needed: bool) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def check_index(index: Path, trusted: bool) -> None:
     try:
         content = json.loads(index.read_text())
         components = dict(content)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, RecursionError, ValueError, TypeError) as error:
         raise ModelFileError(f"cannot read {index}: {error}", hint="copy or download the file again") from error
     name = components.get("_class_name")
     # Optimum for Intel Gaudi saves its own subclasses, such as GaudiStableDiffusionPipeline.
@@ -101,10 +101,13 @@ def _has_custom_blocks(folder: Path) -> bool:
 
 
 def _check_shards(index: Path) -> None:
-    """Raise `ModelFileError` if a file that the index of sharded weights lists is missing."""
+    """Raise `ModelFileError` if the index of sharded weights lists files that are missing or elsewhere."""
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        other = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
+        if other:
+            raise ValueError(f"{other[0]} is not a safetensors file in the same folder")
+    except (OSError, RecursionError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ModelFileError(f"cannot read {index}: {error}", hint="copy or download the file again") from error
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:

@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from anyaccel.backends.device_type_checks import is_host
+from anyaccel.quantized_weights.dequantized_linear import listing_weights
+from anyaccel.runtime.introspection import find_models
 from anyaccel.runtime.placement.oom_retry import weights_on_cpu
 from anyaccel.runtime.placement.quantized_layers import check_not_dequantized
 from anyaccel.runtime.placement_state import find_placement
@@ -43,6 +45,9 @@ def with_weights(kind: Any, name: str) -> Any:
             stack.enter_context(weights_on_cpu(self))
             if name != "save_pretrained" and placement is not None and not is_host(placement.device):
                 stack.enter_context(make_pipeline_function_mode(placement.plan, placement.device))
+            if name == "load_lora_weights":
+                for model in find_models(self).values():
+                    stack.enter_context(listing_weights(model))
             if reads_adapter_files(name):
                 method = getattr(kind, name)
                 stack.enter_context(checking_adapter_files(method, (self, *args), kwargs))

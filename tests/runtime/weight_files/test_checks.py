@@ -79,6 +79,12 @@ CONTENTS: dict[str, tuple[bytes, str]] = {
     "shape": (make_header({"a": tensor(0, 8, shape=[3])}, b"\0" * 8), r"a: 8 bytes for the shape \[3\]"),
     "no offsets": (make_header({"a": {"dtype": "F32", "shape": [2]}}), "no 'data_offsets'"),
     "list": (struct.pack("<Q", 2) + b"[]", "not a JSON object"),
+    "nested": (struct.pack("<Q", 10**5) + b"[" * 10**5, "maximum recursion depth"),
+    "text offsets": (make_header({"a": tensor(0, 8, data_offsets=["0", "8"])}, b"\0" * 8), "tensor a"),
+    "infinite shape": (make_header({"a": tensor(0, 8, shape=[float("inf")])}, b"\0" * 8), "tensor a"),
+    "negative shape": (make_header({"a": tensor(0, 8, shape=[-1, -2])}, b"\0" * 8), "not a valid safetensors file"),
+    "fraction": (make_header({"a": tensor(0, 8, shape=[2.7])}, b"\0" * 8), "not a valid safetensors file"),
+    "metadata": (make_header({"__metadata__": {"a": 5}}), "not a valid safetensors file"),
 }
 
 
@@ -125,6 +131,57 @@ def test_safetensors_with_the_suffix_of_a_pickle(tmp_path: Path) -> None:
     assert caught.value.hint == "rename the file"
 
 
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / "loop.safetensors").symlink_to(tmp_path / "loop.safetensors")
+    (tmp_path / "secret.safetensors").write_bytes(make_header({}))
+    (tmp_path / "secret.safetensors").chmod(0)
+    problems = {
+        "folder": "folder.safetensors is not a file",
+        "loop": "loop.safetensors is a link to a file that does not exist",
+        "x" * 300: "cannot read .*: File name too long",
+    }
+    if os.geteuid() != 0:  # root can read every file
+        problems["secret"] = "cannot read .*secret.safetensors: Permission denied"
+    for name, message in problems.items():
+        with pytest.raises(ModelFileError, match=message):
+            check_weight_file(tmp_path / f"{name}.safetensors", pickles=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[" * 10**5, "maximum recursion depth"),
+        ('{"weight_map": {"a": 5}}', "cannot read"),
+        ('{"weight_map": {"a": "../weights.safetensors"}}', r"\.\./weights\.safetensors is not a safetensors file in"),
+        ('{"weight_map": {"a": "weights.bin"}}', r"weights\.bin is not a safetensors file in"),
+    ],
+)
+def test_indexes_of_shards(content: str, message: str, saved: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "model"))
+    index = folder / "text_encoder" / "model.safetensors.index.json"
+    index.write_text(content)
+    target = tmp_path / "created"
+    for file in (tmp_path / "model" / "weights.safetensors", index.parent / "weights.bin"):
+        torch.save({"a": RunsCode(target)}, file)
+    (folder / "weights.safetensors").rename(tmp_path / "weights.safetensors")
+    with pytest.raises(ModelFileError, match=message) as caught:
+        anyaccel.DiffusionPipeline.from_pretrained(folder)
+    assert str(index) in caught.value.message
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"[" * 10**5, b"\xff"])
+@pytest.mark.parametrize("component", ["unet", "text_encoder"])
+def test_damaged_configs(component: str, content: bytes, saved: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "model"))
+    config = folder / component / "config.json"
+    config.write_bytes(content)
+    with pytest.raises(ModelFileError, match="cannot read") as caught:
+        anyaccel.DiffusionPipeline.from_pretrained(folder)
+    assert str(config) in caught.value.message
+
+
 def test_missing_files_are_named(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=r"unet\.safetensors is missing"):
         anyaccel.DiffusionPipeline.from_pretrained(saved, unet=tmp_path / "unet.safetensors")
@@ -166,6 +223,24 @@ def test_a_file_for_another_model(saved: Path, tmp_path: Path) -> None:
         anyaccel.DiffusionPipeline.from_pretrained(saved, unet=tmp_path / "unet.safetensors")
     with pytest.raises(ModelError, match="the pipeline has no model of this name"):
         anyaccel.DiffusionPipeline.from_pretrained(saved, transformer=saved / UNET)
+    with pytest.raises(ModelError, match="the pipeline has no model of this name"):
+        anyaccel.DiffusionPipeline.from_pretrained(saved, tokenizer=saved / UNET)
+
+
+@NEEDS_RECIPES
+def test_a_file_for_another_architecture(tmp_path: Path) -> None:
+    pipe: Any = recipes()["flux"].make()
+    pipe.save_pretrained(tmp_path)
+    vae = tmp_path / "vae" / "diffusion_pytorch_model.safetensors"
+    with pytest.raises(ModelFileError, match=r"does not contain the weights of FluxTransformer2DModel"):
+        anyaccel.DiffusionPipeline.from_pretrained(tmp_path, transformer=vae)
+
+
+@pytest.mark.parametrize("value", ["unet", "model.sft", "MODEL.SAFETENSORS"])
+def test_a_component_that_is_not_a_file_of_weights(value: str, saved: Path) -> None:
+    with pytest.raises(ModelError, match="is not a file of weights") as caught:
+        anyaccel.DiffusionPipeline.from_pretrained(saved, unet=saved / value)
+    assert "UNet2DConditionModel" in caught.value.hint
 
 
 def write_gguf(file: Path, architecture: str, kind: gguf.GGMLQuantizationType) -> None:
@@ -196,6 +271,14 @@ def test_gguf_files_of_language_models(architecture: str, saved: Path, tmp_path:
         anyaccel.DiffusionPipeline.from_pretrained(tmp_path / "model.gguf", config=saved)
 
 
+def make_gguf(*, fields: bytes = b"", tensors: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, bool(tensors), bool(fields)) + fields + tensors
+
+
+def make_field(name: str, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", kind) + value
+
+
 def change_version(content: bytes) -> bytes:
     return content[:4] + struct.pack("<I", 9) + content[8:]
 
@@ -207,6 +290,10 @@ def change_version(content: bytes) -> bytes:
         (lambda content: content[:60], "is not a valid GGUF file: the file ends in its header"),
         (lambda content: content[:8], "is not a valid GGUF file: the file ends in its header"),
         (lambda content: content[:8] + b"\xff" * 16 + content[24:], "the header is damaged"),
+        (lambda content: make_gguf(fields=make_field("general.alignment", 5, b"\xff" * 4)), "the alignment is -1"),
+        (lambda content: make_gguf(fields=make_field("general.alignment", 8, b"\1" + bytes(7) + b"x")), "ment is x"),
+        (lambda content: make_gguf(fields=make_field("a", 9, struct.pack("<IQ", 4, 2**60))), "the header is damaged"),
+        (lambda content: make_gguf(fields=make_field("a", 9, struct.pack("<IQ", 9, 1) * 9999)), "recursion depth"),
         (change_version, "version 9 of the format is not supported"),
         (lambda content: make_header({}), "is a safetensors file, although its suffix is .gguf"),
         (lambda content: b"<html></html>", "is an HTML page"),

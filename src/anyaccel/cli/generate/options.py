@@ -185,9 +185,11 @@ class Options:
 
         A contact sheet contains the metadata for each of its images.
         """
-        from anyaccel.generation.media_format import read_metadata
+        if self.source is None:
+            return ()
+        from anyaccel.generation.image_format import read_metadata
 
-        return () if self.source is None else read_metadata(self.source)
+        return read_metadata(self.source)
 
 
 def read_prompts_file(name: str) -> list[str]:

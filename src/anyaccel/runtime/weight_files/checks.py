@@ -30,11 +30,7 @@ def check_weight_file(path: Path, *, pickles: bool) -> None:
             f"{path} is not a file of weights: its suffix is not one of {', '.join(WEIGHTS)}",
             hint="pass the folder of the pipeline, which contains model_index.json",
         )
-    if not path.is_file():
-        problem = "a link to a file that does not exist" if path.is_symlink() else "missing"
-        raise ModelFileError(f"{path} is {problem}", hint="copy or download the file again")
-    with path.open("rb") as file:
-        start = file.read(_START_BYTES)
+    start = _read_start(path)
     _check_text(path, start)
     expected = _PICKLE if path.suffix in PICKLES else f"a {path.suffix[1:]} file"
     actual = _find_content(start)
@@ -47,6 +43,23 @@ def check_weight_file(path: Path, *, pickles: bool) -> None:
         check_safetensors(path)
     elif path.suffix == ".gguf":
         _check_gguf(path)
+
+
+def _read_start(path: Path) -> bytes:
+    """Return the first bytes of a file; raise `ModelFileError` if it cannot be read."""
+    try:
+        if not path.is_file():
+            problem = "not a file" if path.exists() else "missing"
+            problem = "a link to a file that does not exist" if path.is_symlink() and not path.exists() else problem
+            raise ModelFileError(f"{path} is {problem}", hint="copy or download the file again")
+        with path.open("rb") as file:
+            return file.read(_START_BYTES)
+    except ModelFileError:
+        raise
+    except OSError as error:
+        raise ModelFileError(
+            f"cannot read {path}: {error.strerror}", hint="check the path and the permissions of the file"
+        ) from error
 
 
 def make_pickle_error(path: Path) -> ModelError:
@@ -96,7 +109,7 @@ def _check_gguf(path: Path) -> None:
         ) from error
     try:
         header = read_gguf_header(path)
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         hint = "copy or download the file again"
         raise ModelFileError(f"{path} is not a valid GGUF file: {error}", hint=hint) from error
     if is_language_model(header.architecture):

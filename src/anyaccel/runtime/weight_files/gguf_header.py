@@ -52,6 +52,8 @@ def read_gguf_header(path: Path) -> GgufHeader:
             kind, offset = _unpack(file, "<IQ")
             tensors.append((name, kind, math.prod(shape), offset))
         alignment = fields.get("general.alignment") or 32
+        if not isinstance(alignment, int) or alignment < 0:
+            raise ValueError(f"the alignment is {alignment}")
         start = -(-file.tell() // alignment) * alignment
     return GgufHeader(str(fields.get("general.architecture") or ""), tuple(tensors), start)
 
@@ -78,9 +80,9 @@ def _read_value(file: BinaryIO, kind: int) -> Any:
     if kind != _ARRAY:
         return _unpack(file, _find_scalar(kind))[0]
     item, count = _unpack(file, "<IQ")
+    if count > _MAX_COUNT:
+        raise ValueError("the header is damaged")
     if item in (_STRING, _ARRAY):
-        if count > _MAX_COUNT:
-            raise ValueError("the header is damaged")
         for _ in range(count):
             _read_value(file, item)
     else:

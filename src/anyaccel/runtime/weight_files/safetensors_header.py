@@ -8,6 +8,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from anyaccel.errors import ModelFileError
 
 __all__ = ["check_safetensors", "read_safetensors_header"]
@@ -41,8 +43,8 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
             header = json.loads(file.read(length))
         if not isinstance(header, dict):
             raise ValueError("the header is not a JSON object")
-    except ValueError as error:
-        raise ModelFileError(f"{path} is not a valid safetensors file: {error}", hint=_AGAIN) from error
+    except (RecursionError, ValueError) as error:
+        raise _make_file_error(path, str(error)) from error
     return header, 8 + length
 
 
@@ -56,17 +58,23 @@ def check_safetensors(path: Path) -> None:
         try:
             shape, (begin, end) = entry["shape"], entry["data_offsets"]
             bits = math.prod(map(int, shape)) * _BITS[entry["dtype"]]
+            has_wrong_size = begin < 0 or (end - begin) * 8 != bits
         except KeyError as error:
             what = (
                 f"unknown dtype {entry['dtype']}" if entry.get("dtype") in error.args else f"no {error} in the header"
             )
             raise _make_error(path, name, what) from error
-        except (TypeError, ValueError) as error:
+        except (OverflowError, TypeError, ValueError) as error:
             raise _make_error(path, name, str(error)) from error
-        if begin < 0 or (end - begin) * 8 != bits:
+        if has_wrong_size:
             raise _make_error(path, name, f"{end - begin} bytes for the shape {shape} of dtype {entry['dtype']}")
         spans.append((begin, end, name))
     _check_spans(path, sorted(spans), start)
+    try:
+        with safe_open(path, "np"):  # accepts only what the format allows, such as no offsets with a fraction
+            pass
+    except SafetensorError as error:
+        raise _make_file_error(path, str(error)) from error
 
 
 def _check_spans(path: Path, spans: list[tuple[int, int, str]], start: int) -> None:
@@ -89,4 +97,8 @@ def _check_spans(path: Path, spans: list[tuple[int, int, str]], start: int) -> N
 
 
 def _make_error(path: Path, name: str, problem: str) -> ModelFileError:
-    return ModelFileError(f"{path} is not a valid safetensors file: tensor {name}: {problem}", hint=_AGAIN)
+    return _make_file_error(path, f"tensor {name}: {problem}")
+
+
+def _make_file_error(path: Path, problem: str) -> ModelFileError:
+    return ModelFileError(f"{path} is not a valid safetensors file: {problem}", hint=_AGAIN)

@@ -18,12 +18,15 @@ __all__ = ["find_weight_files", "read_weight_bytes", "read_weights"]
 
 # `model.fp16.safetensors`, `model.fp16-00001-of-00002.safetensors`; plain names have no second suffix.
 _VARIANT = re.compile(r"^[^.]+\.(?P<variant>[^.]+?)(-\d{5}-of-\d{5})?$")
+_NAMES = tuple(f"{name}{end}" for name in ("model", "diffusion_pytorch_model") for end in ".-")
 _FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def find_weight_files(folder: Path, variant: str | None = None) -> list[Path]:
     """Return the safetensors files that diffusers loads from the folder of a component."""
     files = sorted(folder.glob("*.safetensors"))
+    # Other files are not loaded, such as one that the user has saved next to them.
+    files = [file for file in files if file.name.startswith(_NAMES)] or files
     chosen = [file for file in files if _read_variant(file.stem) == variant] if variant else []
     chosen = chosen or [file for file in files if _read_variant(file.stem) is None]
     # A folder may have the same weights in one file and in shards; the index names the shards.
