@@ -1,4 +1,4 @@
-"""Videos with OpenAI's client: text-to-video, image-to-video and videos with audio, from tiny Wan and LTX-2 models."""
+"""Videos and audio with OpenAI's client, from tiny models: Wan, LTX-2 (videos with audio) and Stable Audio."""
 
 import base64
 import importlib.util
@@ -17,7 +17,7 @@ from PIL import Image
 
 from anyaccel.generation.generate import generate
 from anyaccel.generation.model_loading import release_model
-from anyaccel.media.decode import decode_video, read_document
+from anyaccel.media.decode import decode_audio, decode_video, read_document
 from anyaccel.media.encode import encode
 from anyaccel.recipes import recipes
 from tests.conftest import NEEDS_RECIPES
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning"),
 ]
-MODELS = {"wan": "wan", "ltx": "ltx-2"}
+MODELS = {"wan": "wan", "ltx": "ltx-2", "audio": "stable-audio"}
 LONG: dict[str, Any] = {"prompt": "a dog", "num_inference_steps": 2000}
 # diffusers cleans the prompts of Wan's image-to-video pipeline with ftfy.
 HAS_FTFY = importlib.util.find_spec("ftfy") is not None
@@ -127,7 +127,7 @@ def test_a_video_with_audio_and_its_remix(videos: Live) -> None:
         client.videos.remix(video.id, prompt="a storm", extra_body={"seed": 4})
 
 
-@pytest.mark.parametrize("model", [name for name in MODELS if name != "wan"])
+@pytest.mark.parametrize("model", [name for name in MODELS if name in ("ltx", "wan-image")])
 def test_a_video_starts_from_an_image(videos: Live, model: str) -> None:
     client: Any = videos.openai()
     extra: dict[str, Any] = {"num_inference_steps": 1, "seed": 3, "num_frames": 5}
@@ -164,6 +164,32 @@ def test_a_video_starts_from_an_image(videos: Live, model: str) -> None:
     remix = client.videos.remix(video.id, prompt="rain")
     assert client.videos.poll(remix.id, poll_interval_ms=200).status == "completed"
     assert client.videos.download_content(remix.id).content == contents[0], "the image is kept for a remix"
+
+
+def test_audio_with_the_speech_endpoint_and_as_a_job(videos: Live) -> None:
+    client: Any = videos.openai()
+    extra = {"seconds": 2.0, "num_inference_steps": 2, "seed": 1}
+    call = {"model": "audio", "input": "rain", "voice": "alloy", "extra_body": extra}
+    response = client.audio.speech.create(response_format="flac", **call)
+    assert response.response.headers["content-type"] == "audio/flac"
+    audio = decode_audio(response.content, max_seconds=100)
+    assert (audio.rate, audio.seconds) == (8, pytest.approx(2.0, abs=0.3))
+    assert client.audio.speech.create(**call).content.startswith(b"RIFF"), "the default is WAV"
+    with videos.http() as http:
+        body = {"model": "audio", "prompt": "rain", "output_format": "flac", **extra}
+        job = http.post("/v1/jobs", json=body).json()["id"]
+        (result,) = videos.wait_state(http, job, "done", "failed")["audios"]
+        assert http.get(result["url"]).content == response.content
+        assert http.get(result["waveform_url"]).headers["content-type"] == "image/webp"
+        assert http.get(f"/v1/videos/{job}").status_code == 404
+    for change, param in (
+        ({"response_format": "mp3"}, "response_format"), ({"speed": 2.0}, "speed"),
+        ({"extra_body": {"seconds": 10**4}}, "seconds"), ({"extra_body": {"sedonds": 1}}, "sedonds"),
+        ({"model": "wan"}, "model"),
+    ):  # fmt: skip
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.audio.speech.create(**{**call, **change})
+        assert caught.value.param == param
 
 
 def test_lists_have_pages(videos: Live) -> None:

@@ -22,6 +22,8 @@ from anyaccel.server.worker.job_spec import JobSpec
 from anyaccel.server.worker.result_files import encode_result
 from anyaccel.server.worker.served_model import ServedModel
 from tests.conftest import NEEDS_RECIPES
+from tests.generation.adapter_files import save_ip_adapter
+from tests.generation.models import save_model as save_generation_model
 
 pytestmark = [NEEDS_RECIPES, pytest.mark.filterwarnings("ignore::FutureWarning")]
 SIZE = 32
@@ -105,7 +107,23 @@ def test_the_arguments_of_a_pipeline_have_types(tmp_path: Path) -> None:
             read(**{name: value})
 
 
-def test_a_controlnet_and_an_ip_adapter(tmp_path: Path) -> None:
+def test_an_ip_adapter(tmp_path: Path) -> None:
+    model = serve(
+        Path(save_generation_model("ip-adapter-base")),
+        ip_adapters=(f"{save_ip_adapter(tmp_path / 'adapter.safetensors')}:0.8",),
+    )
+    facts = model.facts()
+    assert all("ip_adapter_image" in facts.inputs[task] for task in facts.tasks)
+    request = ImageRequest(prompt="a cat", seed=1, num_inference_steps=2)
+    spec = make_job_spec(request, "generate", {"tiny": facts}, ServerLimits())
+    images = [generate(model, spec, ip_adapter_image=make_png(color)) for color in ("white", "black", "white")]
+    assert not differs(images[0], images[2])
+    assert differs(images[0], images[1])
+    with pytest.raises(ApiError, match="requires the input ip_adapter_image"):
+        check_inputs({}, facts, "generate")
+
+
+def test_a_controlnet(tmp_path: Path) -> None:
     folder = save_model("stable-diffusion", tmp_path)
     controlnet: Any = recipes()["controlnet"].make().controlnet  # type: ignore[attr-defined]
     controlnet.save_pretrained(tmp_path / "controlnet")
