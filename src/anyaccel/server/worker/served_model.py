@@ -138,7 +138,7 @@ class ServedModel:
             loras=self.adapters.names,
             kind=self.kind,
             inputs={task: self._list_inputs(task) for task in self.pipes},
-            required_inputs={task: list_required(pipe, self._list_inputs(task)) for task, pipe in self.pipes.items()},
+            required_inputs={task: list_required(self._list_inputs(task)) for task in self.pipes},
             many_images=takes_many_images(self.pipes["edit"]) if "edit" in self.pipes else False,
             arguments={
                 task: find_settable_arguments(read_interface(pipe).parameters) for task, pipe in self.pipes.items()

@@ -50,6 +50,9 @@ def find_pipelines(loaded: LoadedModel) -> dict[Task, Any]:
     check_outputs(interface)
     if "prompt" not in interface.parameters:
         raise UsageError(f"{interface.name} does not accept a prompt", hint="serve a model that generates from text")
+    if interface.pipeline_class is None:  # modular: its blocks for other tasks are not tested
+        map_call(interface, {}, prompt=True)
+        return {"generate": loaded.pipe}
     pipes: dict[Task, Any] = {}
     for task, needed in (("generate", ()), ("edit", ("image",)), ("inpaint", ("image", "mask_image"))):
         if task == "inpaint" and interface.kind != "image":
@@ -87,15 +90,13 @@ def list_inputs(pipe: Any, task: Task, *, with_ip_adapter: bool) -> tuple[str, .
     """Return the inputs of a pipeline for a task."""
     interface = read_interface(pipe)
     names = [*_TASK_INPUTS[task], *(["ip_adapter_image"] if with_ip_adapter else [])]
-    if interface.pipeline_class is None:  # modular pipelines declare their inputs by name
-        return tuple(name for name in names if name in interface.parameters)
+    if interface.pipeline_class is None:
+        return ()
     return tuple(name for name in names if find_parameter(name, interface.parameters, interface.components) is not None)
 
 
-def list_required(pipe: Any, inputs: Collection[str]) -> tuple[str, ...]:
-    """Return the inputs without which a pipeline with adapters fails; modular pipelines then run other blocks."""
-    if read_interface(pipe).pipeline_class is None:
-        return ()
+def list_required(inputs: Collection[str]) -> tuple[str, ...]:
+    """Return the inputs without which a pipeline with adapters fails."""
     return tuple(name for name in ("control_image", "ip_adapter_image") if name in inputs)
 
 
