@@ -19,6 +19,7 @@ from urllib.parse import parse_qs
 
 from anyaccel.server.http.errors import ApiError, make_response
 from anyaccel.server.http.service import Service
+from anyaccel.server.http.web_page import PAGE_PATHS
 from anyaccel.server.settings import hash_key, is_loopback
 
 __all__ = ["RequestMiddleware"]
@@ -29,7 +30,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_PUBLIC_PATHS = ("/", "/docs", "/docs.css", "/healthz", "/readyz", "/page.css", "/page.js")
+_PUBLIC_PATHS = PAGE_PATHS | {"/docs", "/healthz", "/readyz"}
 _IMAGE_PATH = re.compile(r"/v1/jobs/(job_[0-9a-f]{32})/(?:images/([0-9]{1,4})|files/([0-9a-z_.]{1,80}))")
 # Limits for reading and discarding a rejected body: many clients read the response only after they have sent it.
 _DRAIN_BYTES, _DRAIN_S = 64 * 2**20, 5.0
@@ -144,7 +145,7 @@ class RequestMiddleware:
         seconds = time.perf_counter() - log.started_at
         route = scope.get("route")
         # The route template, because a path with a job id would create a time series per job.
-        path = getattr(route, "path", None) or ("/" if scope["path"] in _PUBLIC_PATHS else "other")
+        path = "/" if scope["path"] in PAGE_PATHS else getattr(route, "path", "other")
         metrics = self.service.metrics
         metrics.requests.labels(path, str(log.status)).inc()
         metrics.request_seconds.labels(path).observe(seconds)

@@ -222,6 +222,8 @@ def describe_model(facts: ModelFacts, created: int) -> dict[str, Any]:
         "parameters": {task: list(names) for task, names in facts.parameters.items()},
         "kind": facts.kind,
         "inputs": {task: list(names) for task, names in facts.inputs.items()},
+        "required_inputs": {task: list(names) for task, names in facts.required_inputs.items()},
+        "many_images": facts.many_images,
         "arguments": {
             task: {name: list(types) for name, types in items.items()} for task, items in facts.arguments.items()
         },
