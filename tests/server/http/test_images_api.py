@@ -150,7 +150,7 @@ def test_models_and_status_are_reported(live: Live) -> None:
         status = http.get("/v1/status").json()
         assert (status["state"], status["limits"]["max_queue"]) == ("ready", 3)
         assert "StableDiffusionPipeline on cpu:0" in status["models"][0]["plan"]
-        for path in ("/", "/page.css", "/page.js"):
+        for path in ("/", "/page.css", "/results.css", "/page.js", "/running.js"):
             assert "default-src 'none'" in http.get(path).headers["content-security-policy"]
 
 

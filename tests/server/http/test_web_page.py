@@ -1,34 +1,32 @@
 """The web page of `anyaccel serve` in a real browser, with a real service that requires a key."""
 
-import json
 from collections.abc import Iterator
 from copy import copy
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from PIL import Image
-from selenium.webdriver import ActionChains, Chrome, Keys
+from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
-from selenium.webdriver.remote.webelement import WebElement
-from selenium.webdriver.support.wait import WebDriverWait
 
 from tests.browser import count_colors, open_browser, read_errors, resize
 from tests.server.conftest import CAROL
 from tests.server.live import Live
+from tests.server.page import ROW, TILE, Page
 
 SECRET = CAROL
 SIDE = 64
-LONG, WITH_PREVIEWS, SHORT = 2000, 60, 6
+LONG, WITH_PREVIEWS = 2000, 60
 HTML_PROMPT = "<img src=x onerror=window.broken=1>"
 COUNT_PREVIEWS = """
 window.previews = 0;
 const count = (changes) => changes.forEach(({ target }) => { previews += target.src.startsWith("data:image/"); });
 new MutationObserver(count).observe(document.getElementById("rows"), { subtree: true, attributeFilter: ["src"] });
 """
-ROW, TILE = "#rows > li", "#gallery .tile img"
+MAX_PIXELS = 65536  # of the fixture `live`
+WCAG_AA = 4.5  # https://www.w3.org/TR/WCAG22/#contrast-minimum
 
 
 @pytest.fixture(scope="module")
@@ -45,80 +43,6 @@ def browser() -> Iterator[Chrome]:
         yield chrome
 
 
-class Page:
-    """The page and the actions of a user."""
-
-    def __init__(self, chrome: Chrome, live: Live) -> None:
-        self.chrome, self.live = chrome, live
-
-    def load(self) -> None:
-        self.chrome.get(self.live.address)
-
-    def unlock(self, key: str = SECRET) -> None:
-        self.find("#key").send_keys(key, Keys.ENTER)
-
-    def find(self, selector: str) -> WebElement:
-        return self.chrome.find_element(By.CSS_SELECTOR, selector)
-
-    def click(self, selector: str) -> None:
-        self.find(selector).click()
-
-    def press(self, *keys: str) -> None:
-        ActionChains(self.chrome).send_keys(*keys).perform()
-
-    def run(self, script: str) -> Any:
-        return self.chrome.execute_script(script)
-
-    def wait_for(self, condition: str, timeout_s: float = 120) -> None:
-        """Wait until a JavaScript expression is true."""
-        try:
-            WebDriverWait(self.chrome, timeout_s, 0.05).until(lambda chrome: self.run(f"return Boolean({condition})"))
-        except Exception as error:
-            raise AssertionError(f"not true after {timeout_s} s: {condition}\n{self.find('body').text}") from error
-
-    def wait_for_images(self, count: int) -> None:
-        """Wait until the gallery has `count` images and all are loaded."""
-        loaded = f"[...document.querySelectorAll('{TILE}')].filter((img) => img.complete && img.naturalWidth)"
-        self.wait_for(f"document.querySelectorAll('{TILE}').length === {count} && {loaded}.length === {count}")
-
-    def count_images(self) -> int:
-        return len(self.chrome.find_elements(By.CSS_SELECTOR, TILE))
-
-    def fill(self, name: str, text: object) -> None:
-        field = self.find(f"#{name}")
-        field.clear()
-        field.send_keys(str(text))
-
-    def generate(self, prompt: str, steps: int = SHORT) -> None:
-        self.fill("steps", steps)
-        self.fill("prompt", prompt)
-        self.press(Keys.ENTER)
-
-    def facts(self) -> dict[str, str]:
-        """Return the settings that the viewer shows."""
-        names = self.chrome.find_elements(By.CSS_SELECTOR, "#facts dt")
-        values = self.chrome.find_elements(By.CSS_SELECTOR, "#facts dd")
-        return {name.text: value.text for name, value in zip(names, values, strict=True)}
-
-    def has_focus(self, selector: str) -> bool:
-        return bool(self.run(f"return document.activeElement.matches({json.dumps(selector)})"))
-
-    def measure_overflow(self, selector: str) -> int:
-        """Return by how many pixels an element scrolls horizontally."""
-        element = self.find(selector)
-        return int(element.get_property("scrollWidth")) - int(element.get_property("clientWidth"))  # type: ignore[arg-type]
-
-    def list_jobs(self) -> list[dict[str, Any]]:
-        """Return the jobs from the API, the newest first."""
-        with self.live.http() as client:
-            jobs: list[dict[str, Any]] = client.get("/v1/jobs").json()["data"]
-        return jobs
-
-    def count_stored_images(self) -> int:
-        """Return the number of images from the API."""
-        return sum(len(job["images"]) for job in self.list_jobs())
-
-
 @pytest.fixture
 def page(browser: Chrome, live: Live) -> Iterator[Page]:
     """The page with at least one image in its gallery; fails if the test logs an error to the console."""
@@ -127,9 +51,9 @@ def page(browser: Chrome, live: Live) -> Iterator[Page]:
     page.load()
     page.wait_for("steps.value || !document.getElementById('key-form').hidden")
     if page.find("#key").is_displayed():
-        page.unlock()
+        page.unlock(SECRET)
         page.wait_for("steps.value")
-        page.wait_for_images(page.count_stored_images())
+        page.wait_for_images(page.count_stored_results())
         before = page.count_images()  # earlier runs with the same service may have left some
         page.generate("a red circle")
         page.wait_for_images(before + 1)
@@ -152,7 +76,7 @@ def test_the_page_asks_for_a_key_until_it_is_valid(page: Page) -> None:
     assert not page.find("#generate-form").is_displayed()
     page.unlock("another")
     page.wait_for("document.getElementById('key-error').textContent === 'invalid API key'")
-    page.unlock()
+    page.unlock(SECRET)
     page.wait_for("document.activeElement.id === 'prompt'")
     page.wait_for(f"document.querySelector('{TILE}')")
     errors = read_errors(page.chrome)
@@ -237,19 +161,95 @@ def test_images_are_viewed_reused_and_deleted(page: Page) -> None:
 
 
 def test_a_rejected_request_shows_the_error_message(page: Page) -> None:
-    page.run("generate({ prompt: 'a cat', size: '100x100' })")
+    page.open_details("more")
+    page.click("#add-argument")
+    page.press("etaa", Keys.TAB, "0.5")
+    page.generate("a cat")
     page.wait_for(f"document.querySelector('{ROW}')?.dataset.state === 'failed'")
-    assert "multiples of 8" in page.find(f"{ROW} .row-state").text
+    assert page.find(f"{ROW} .row-state").text == "unknown parameter 'etaa': did you mean 'eta'?"
     assert [error.split(" - ")[1][:23] for error in read_errors(page.chrome)] == ["Failed to load resource"]
+
+
+def test_a_dropped_image_is_edited(page: Page) -> None:
+    before = page.count_images()
+    page.drop("photo.png", 96, 48)
+    page.wait_for("document.querySelector('[data-input=image] .thumb img')?.naturalWidth")
+    assert page.find("#strength-field").is_displayed()
+    assert page.run("return size.value") == "88x48", "the shape of the input at the model's default area"
+    page.open_details("more")
+    page.click("#add-argument")
+    page.press("eta", Keys.TAB, "0.5")
+    page.generate("a red circle")
+    page.wait_for_images(before + 1)
+    job = page.list_jobs()[0]["request"]
+    assert (job["task"], job["width"], job["height"], job["arguments"]) == ("edit", 88, 48, {"eta": 0.5})
+    page.click("[data-input=image] .remove")
+    assert not page.find("#strength-field").is_displayed()
+    assert page.run("return size.value") == f"{SIDE}x{SIDE}"
+
+
+def test_a_file_that_is_not_an_image_is_rejected(page: Page) -> None:
+    page.drop("notes.txt", 0, 0)
+    page.wait_for("document.getElementById('input-error').textContent")
+    assert page.find("#input-error").text == (
+        "notes.txt is not an image that this browser can read; use PNG, JPEG or WebP"
+    )
+
+
+def test_a_large_photo_is_reduced_to_the_limit_of_the_service(page: Page) -> None:
+    before = page.count_images()
+    page.drop("photo.png", 1200, 600)
+    page.wait_for("document.querySelector('[data-input=image] .thumb img')?.naturalWidth")
+    width, height = page.run("const i = document.querySelector('.thumb img'); return [i.naturalWidth, i.naturalHeight]")
+    assert width * height <= MAX_PIXELS
+    assert width == pytest.approx(2 * height, abs=2)
+    page.generate("a red circle")
+    page.wait_for_images(before + 1)
+
+
+def test_a_result_is_used_as_the_input(page: Page) -> None:
+    page.click(TILE)
+    page.click("#use")
+    page.wait_for("document.querySelector('[data-input=image] .thumb img')?.naturalWidth === 64")
+    page.wait_for("document.activeElement.id === 'prompt'")
+
+
+def test_every_field_has_a_label(page: Page) -> None:
+    page.open_details("more")
+    page.drop("photo.png", 64, 64)
+    page.wait_for("document.querySelector('.thumb')")
+    page.click("#add-argument")
+    unlabeled = page.run(
+        "return [...document.querySelectorAll('input, select, textarea, button')].filter((field) => "
+        "!field.labels?.length && !field.ariaLabel && !field.textContent.trim()).map((field) => field.outerHTML)"
+    )
+    assert unlabeled == []
+    names = [element.accessible_name for element in page.chrome.find_elements(By.CSS_SELECTOR, "#generate-form input")]
+    assert all(names)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_has_enough_contrast_in_both_color_schemes(page: Page, scheme: str) -> None:
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    page.chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    try:
+        for selector in ("#prompt", "#generate-form .main", ".muted", "#generate-form label"):
+            assert page.measure_contrast(selector) >= WCAG_AA, selector
+        is_dark = page.run("return getComputedStyle(document.documentElement).getPropertyValue('--page')") == "#101314"
+        assert is_dark == (scheme == "dark")
+    finally:
+        page.chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 @pytest.mark.parametrize("width", [390, 1440])
 def test_the_layout_does_not_overflow(page: Page, width: int, tmp_path: Path) -> None:
     resize(page.chrome, width)
     page.wait_for_images(page.count_images())
-    for name in ("#more", "#device details"):
-        page.click(f"{name} summary")
-    assert "StableDiffusionPipeline" in page.find(".plan").text
+    for name in ("settings", "more"):
+        page.open_details(name)
+    if width > 900:
+        page.click("#device summary")
+        assert "StableDiffusionPipeline" in page.find(".plan").text
     assert page.measure_overflow("html") == 0
     assert page.measure_overflow(".side") == 0
     page.chrome.save_screenshot(str(tmp_path / f"{width}.png"))

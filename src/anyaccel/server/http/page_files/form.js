@@ -42,8 +42,7 @@ export function showTask() {
   showInputs(openMask);
   const task = currentTask(), parameters = model.parameters[task] ?? [], defaults = model.defaults[task] ?? model;
   $("negative-field").hidden = !parameters.includes("negative_prompt");
-  $("strength-field").hidden = !parameters.includes("strength");
-  for (const [id, name] of [["steps", "num_inference_steps"], ["guidance", "guidance_scale"]]) {
+  for (const [id, name] of [["steps", "num_inference_steps"], ["guidance", "guidance_scale"], ["strength", "strength"]]) {
     $(`${id}-field`).hidden = !parameters.includes(name);
     const text = String(defaults[name] ?? "");
     if ($(id).value === "" || $(id).value === $(id).dataset.default) $(id).value = text;

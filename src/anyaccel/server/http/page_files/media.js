@@ -28,12 +28,17 @@ export function makeMedia(item) {
   if (kind === "audio") {
     return h("div", { class: "audio" },
       result.waveform_url ? h("img", { class: "waveform", src: result.waveform_url, alt: "" }) : null,
-      h("audio", { class: "media", src: result.url, controls: true, preload: "metadata", "aria-label": alt }));
+      h("audio", { class: "media", src: result.url, controls: true, preload: "metadata", "aria-label": alt, onerror: reportUnplayable }));
   }
   const video = h("video", { class: "media", src: result.url, poster: result.thumbnail_url, controls: true, loop: true, playsinline: true, preload: "auto",
-    width: result.width, height: result.height, "aria-label": alt });
+    width: result.width, height: result.height, "aria-label": alt, onerror: reportUnplayable });
   video.muted = video.autoplay = !result.with_audio && canMove();
   return video;
+}
+
+// Browsers differ in the codecs and sampling rates that they play.
+function reportUnplayable({ target }) {
+  target.after(h("p", { class: "muted small" }, "This browser cannot play the file. Download it instead."));
 }
 
 // Enlarge small results, up to `factor` times.
