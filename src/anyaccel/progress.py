@@ -39,6 +39,9 @@ class ProgressListener:
         In a pipeline with several stages, `done` restarts at 0 in each stage.
         """
 
+    def on_frame(self, done: int, total: int) -> None:
+        """Called after each frame of a video that is written to a file."""
+
     def on_start(self, done: int, total: int) -> None:
         """Called when a batch run begins; `done` of its `total` rows were finished by an earlier run."""
 

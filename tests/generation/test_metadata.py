@@ -121,7 +121,7 @@ def damage(**changed: Any) -> str:
         ("[]", "expected a JSON object with an integer `format`"),
         ("{}", "expected a JSON object with an integer `format`"),
         ("[" * 100_000, "recursion"),
-        (damage(format=3), "format 3 is newer than the supported format 2"),
+        (damage(format=4), "format 4 is newer than the supported format 3"),
         (damage(format="1"), "expected a JSON object with an integer `format`"),
         (damage(seed="gone"), "the field 'seed' is missing"),
         (damage(seed=-1), r"the seed must be an integer from 0 to 2\*\*64 - 1, not -1"),
@@ -133,6 +133,9 @@ def damage(**changed: Any) -> str:
         (damage(virtual=0), "the field 'virtual' has the invalid value 0"),
         (damage(call=[]), r"the field 'call' has the invalid value \[\]"),
         (damage(images=[]), "list of images"),
+        (damage(inputs=[{"name": "image"}]), "invalid input file or adapter"),
+        (damage(adapters=["x"]), "invalid input file or adapter"),
+        (damage(adapters=[{"kind": "virus", "source": "x", "weight": 1}]), "invalid input file or adapter"),
         (damage(images={"seed": 1}), "list of images"),
         (damage(images=[1]), "list of images"),
         (damage(images=[{"seed": "x"}]), "the field 'seed' has the invalid value 'x'"),
@@ -180,6 +183,29 @@ def test_version_0_1_rejects_images_of_quantized_weights() -> None:
     assert "weights" not in METADATA.arguments()
     assert find_differences(quantized, METADATA) == ["the weights were int8 and are now not quantized"]
     assert "Weights: int8" in describe_metadata(quantized)
+
+
+def test_versions_before_format_3_reject_inputs_adapters_videos_and_audio() -> None:
+    """They ignore these fields, and would generate another result."""
+    digest = "0" * 64
+    adapter = {"kind": "lora", "source": "org/style", "weight": 0.5, "sha256": None}
+    changes: list[dict[str, Any]] = [
+        {"inputs": ({"name": "image", "kind": "image", "path": "~/a.png", "sha256": digest},)},
+        {"adapters": (adapter,)},
+        {"requested_scheduler": "euler"},
+        {"kind": "video", "fps": 16.0, "frames": 81},
+        {"kind": "audio", "sampling_rate": 44100},
+    ]
+    for change in changes:
+        item = replace(METADATA, **change)
+        assert json.loads(write_document([item]))["format"] == 3
+        assert read_document(write_document([item])) == (item,)
+        sheet = (METADATA, item)
+        assert json.loads(write_document(sheet))["format"] == 3
+        assert read_document(write_document(sheet)) == sheet
+    assert replace(METADATA, adapters=(adapter,)).arguments()["lora"] == [("org/style", 0.5)]
+    assert "Frames: 81, FPS: 16" in describe_metadata(replace(METADATA, **changes[3]))
+    assert not {"kind", "inputs", "fps"} & set(json.loads(write_document([METADATA])))
 
 
 def test_documents_without_the_fields_of_later_versions_are_readable() -> None:

@@ -195,8 +195,8 @@ def test_listener_receives_components_and_steps(folder: Path, capsys: Any) -> No
     [
         ("flux-2-klein-modular", {"guidance_scale": 3.0}, "does not accept the argument guidance_scale"),
         (XL, {"numb_inference_steps": 3}, "does not accept the argument numb_inference_steps"),
-        ("ltx-modular", {}, "LTXModularPipeline generates videos, not images"),
-        ("minimax-music-3", {}, "generates audios, not images"),
+        ("ltx-modular", {"seconds": 1, "frames": 9}, "cannot be combined"),
+        ("minimax-music-3", {}, r"requires lyrics in addition to a prompt\nhint: add --set lyrics="),
     ],
 )
 def test_unsuitable_calls_are_rejected(

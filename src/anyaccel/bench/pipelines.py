@@ -12,6 +12,9 @@ import torch
 from anyaccel.backends.device import open_device
 from anyaccel.bench.case import ANYACCEL, FAST, OFFLOADED, BenchCase
 from anyaccel.explanation.model_configs import find_model
+from anyaccel.generation.call_validation import check_outputs, list_missing, map_call
+from anyaccel.generation.inputs import INPUT_PARAMETERS
+from anyaccel.generation.pipeline_interface import read_interface
 from anyaccel.runtime.call_parameters import list_block_outputs, read_blocks
 from anyaccel.runtime.pipeline import DiffusionPipeline, place
 from anyaccel.tracing.meta_pipeline import build_components
@@ -25,6 +28,8 @@ _PROMPT = "a red apple on a table"
 # Components that a random pipeline does not have: the call passes embeddings, and needs no check of the result.
 _LEFT_OUT = ("text_encoder", "safety_checker", "image_encoder")
 _OUTPUTS = ("images", "videos", "audios", "audio")
+# Width and height of a required input image if the call has none.
+_INPUT_SIDE = 512
 _DENOISERS = ("unet", "transformer", "transformer_2")
 
 
@@ -108,10 +113,10 @@ def _compile(pipe: Any, parts: tuple[str, ...]) -> None:
 
 def make_call(case: BenchCase, pipe: Any) -> dict[str, Any]:
     """Return the arguments for the pipeline call: a prompt or, for random weights, random embeddings."""
-    call: dict[str, Any] = {"output_type": "pt", **case.call}
-    call |= {name: _make_image(name, size) for name, size in case.images.items()}
+    images = {name: _make_image(name, size) for name, size in case.images.items()}
     if not case.random:
-        return {"prompt": _PROMPT, **call, **_select_output(pipe)}
+        return _make_model_call(case, pipe, images)
+    call: dict[str, Any] = {"output_type": "pt", **case.call, **images}
     generator, device = torch.Generator().manual_seed(1), open_device(case.device).tensor_device
     for name, shape in case.embeds.items():
         if "mask" in name:  # as tokenizers return them
@@ -119,6 +124,20 @@ def make_call(case: BenchCase, pipe: Any) -> dict[str, Any]:
         else:
             call[name] = torch.randn(shape, generator=generator).to(device, getattr(torch, case.dtype or "float32"))
     return call
+
+
+def _make_model_call(case: BenchCase, pipe: Any, images: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments for a model with text encoders; images that its pipeline requires are color gradients."""
+    interface = read_interface(pipe)
+    check_outputs(interface)
+    prompt = {"prompt": _PROMPT} if "prompt" in interface.parameters else {}
+    output = {"output_type": "pt"} if "output_type" in interface.parameters else {}
+    call = {**output, **case.call, **images}
+    size = (call.get("width") or _INPUT_SIDE, call.get("height") or _INPUT_SIDE)
+    for name in list_missing(interface, call, prompt=bool(prompt)):
+        if INPUT_PARAMETERS.get(name) == "image":
+            call[name] = _make_image(name, size)
+    return {**prompt, **map_call(interface, call, prompt=bool(prompt)), **_select_output(pipe)}
 
 
 def _select_output(pipe: Any) -> dict[str, str]:

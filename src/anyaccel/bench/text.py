@@ -40,7 +40,7 @@ def format_bench(rows: list[dict[str, Any]]) -> Iterator[str]:
 def _format_details(variant: dict[str, Any]) -> Iterator[str]:
     low, high = variant["spread_s"]
     yield f"{_format_seconds(low)} to {_format_seconds(high)}"
-    yield f"first image {_format_seconds(variant['first_picture_s'])}"
+    yield f"first {variant.get('kind', 'image')} {_format_seconds(variant['first_picture_s'])}"
     if variant.get("peak_bytes"):
         yield f"peak {readable(variant['peak_bytes'])}"
     yield from _format_difference(variant)
@@ -55,7 +55,7 @@ def _format_difference(row: dict[str, Any], prefix: str = "", ending: str = "") 
         yield f"{row[f'{prefix}not_compared']}"
     elif f"{prefix}psnr_db" in row:
         psnr = row[f"{prefix}psnr_db"]
-        yield "same image" if psnr is None else f"{psnr:.1f} dB{ending}"
+        yield f"same {row.get('kind', 'image')}" if psnr is None else f"{psnr:.1f} dB{ending}"
 
 
 def _format_seconds(value: float) -> str:

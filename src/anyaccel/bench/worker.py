@@ -51,6 +51,8 @@ class _BenchWorker:
         """
         import numpy
 
+        from anyaccel.generation.pipeline_interface import read_interface
+
         # Read right after the first image, so that the compile times explain its time.
         first_s, compile_times = self.generate()[1], _read_compile_times()
         output = None
@@ -60,7 +62,12 @@ class _BenchWorker:
         # The first field: images, frames or audios. A modular pipeline returns the value of one field.
         result = self.torch.as_tensor(next(iter(output.values())) if isinstance(output, dict) else output)
         numpy.save(self.folder / f"{self.variant}.npy", result.float().cpu().numpy())
-        return {"first_picture_s": round(first_s, 4), **({"compiling_s": compile_times} if compile_times else {})}
+        kind = read_interface(self.pipe).kind or "image"
+        return {
+            "first_picture_s": round(first_s, 4),
+            "kind": kind,
+            **({"compiling_s": compile_times} if compile_times else {}),
+        }
 
     def measure(self) -> dict[str, Any]:
         """Generate one image; return the elapsed time in seconds, and store the peak memory."""

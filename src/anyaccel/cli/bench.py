@@ -12,6 +12,7 @@ from anyaccel.call_limits import check_steps, parse_image_size
 from anyaccel.cli.interrupts import cleanup_on_exit
 from anyaccel.cli.shared_options import Device, Dtype, ImageSize, Steps, Weights
 from anyaccel.errors import UsageError
+from anyaccel.generation.durations import check_duration
 from anyaccel.planning.options import check_weights
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ def bench_models(
     weights: Weights = None,
     size: ImageSize = None,
     steps: Steps = None,
+    frames: Annotated[int | None, typer.Option("--frames", help="Number of frames of a video.")] = None,
+    seconds: Annotated[float | None, typer.Option("--seconds", help="Length of a video or audio.")] = None,
+    fps: Annotated[float | None, typer.Option("--fps", help="Frames per second of a video.")] = None,
     images: Images = 1000,
     rounds: Annotated[int, typer.Option("--rounds", help="Number of timed images per variant.")] = 5,
     fast: Annotated[bool, typer.Option("--fast", help='Also measure anyaccel with speed="fast".')] = False,
@@ -55,9 +59,10 @@ def bench_models(
 ) -> None:
     """Benchmark anyaccel against stock diffusers.
 
-    Stock diffusers, compiled stock diffusers and anyaccel take turns generating the same image, each in
-    its own process. Warm-up images, which include compilation, are excluded from the medians. The exit
-    status is 1 if an anyaccel variant fails; a failed stock variant is only shown in the table.
+    Stock diffusers, compiled stock diffusers and anyaccel take turns generating the same image, video or audio, each
+    in its own process. Warm-up images, which include compilation, are excluded from the medians. A pipeline that
+    requires an input image gets a color gradient. The exit status is 1 if an anyaccel variant fails; a failed stock
+    variant is only shown in the table.
     """
     if against not in _BASELINES:
         raise UsageError(
@@ -68,6 +73,9 @@ def bench_models(
             raise UsageError(f"{option} must be at least 1, not {value}", hint=f"omit {option} to use the default")
     if steps is not None:
         check_steps(steps, hint="for example --steps 20; omit the option to use the default of the pipeline")
+    for name, value in (("frames", frames), ("seconds", seconds), ("fps", fps)):
+        if value is not None:
+            check_duration(name, value)
     check_weights(weights)
     # Imports torch, which takes seconds, so check the options first.
     from anyaccel.backends.device import open_device
@@ -75,7 +83,8 @@ def bench_models(
     from anyaccel.bench.text import format_bench
 
     width, height = parse_image_size(size) if size else (None, None)
-    arguments: dict[str, Any] = {"width": width, "height": height, "num_inference_steps": steps}
+    lengths = {"frames": frames, "seconds": seconds, "fps": fps}
+    arguments: dict[str, Any] = {"width": width, "height": height, "num_inference_steps": steps, **lengths}
     call = {name: value for name, value in arguments.items() if value is not None}
     opened = open_device(device)
     ours = ("anyaccel", *(["anyaccel fast"] if fast else []))

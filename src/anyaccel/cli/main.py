@@ -20,6 +20,7 @@ from anyaccel.cli.check import check_pipeline
 from anyaccel.cli.devices import show_devices
 from anyaccel.cli.explain import explain_model
 from anyaccel.cli.generate.command import run_generate
+from anyaccel.cli.help_sections import SectionedCommand
 from anyaccel.cli.run import CONTEXT, run_program
 from anyaccel.cli.serve import serve_models
 from anyaccel.cli.warm import warm_model
@@ -44,7 +45,7 @@ app.command("chart")(show_chart)
 app.command("check")(check_pipeline)
 app.command("devices")(show_devices)
 app.command("explain")(explain_model)
-app.command("generate")(run_generate)
+app.command("generate", cls=SectionedCommand)(run_generate)
 app.command("run", context_settings=CONTEXT)(run_program)
 app.command("serve")(serve_models)
 app.command("warm")(warm_model)

@@ -70,6 +70,10 @@ class Display(ProgressListener):
         """Show the number of finished denoising steps."""
         self._update_bar(self._phase, done, total, unit="step ")
 
+    def on_frame(self, done: int, total: int) -> None:
+        """Show the number of frames that are in the file."""
+        self._update_bar(self._phase, done, total, unit="frame ")
+
     def update_count(self, done: int, total: int, text: str, *, prefix: str = "last: ") -> None:
         """Show the number of finished items; without a bar, print one line per 10% of the work."""
         if not self.live and done * 10 // total > self._tenths:

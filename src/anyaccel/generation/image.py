@@ -1,4 +1,4 @@
-"""Functions that generate images from prompts and seeds and record their metadata."""
+"""Functions that generate images, videos and audio from prompts, inputs and seeds, and record their metadata."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from PIL import Image
 
 from anyaccel.backends.device import this_machine
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import AnyaccelError, UsageError, first_line
-from anyaccel.generation.call_validation import (
-    check_image_call,
-    find_default,
-    find_missing_image,
-    pick_images,
-    select_image_output,
-)
+from anyaccel.generation.call_validation import check_outputs, check_size, find_default, find_missing_image, map_call
+from anyaccel.generation.durations import choose_frame_rate
 from anyaccel.generation.guider import using_guidance_scale
+from anyaccel.generation.inputs import INPUT_OPTIONS
 from anyaccel.generation.metadata import ImageMetadata, record_call
 from anyaccel.generation.model_loading import LoadedModel
+from anyaccel.generation.outputs import collect_media, select_outputs
+from anyaccel.generation.pipeline_interface import read_interface
 from anyaccel.generation.progress import counting_steps
+from anyaccel.generation.recorded_files import record_adapters, record_inputs
+from anyaccel.generation.tasks import find_pipe, list_inputs
+from anyaccel.media.types import Audio, Media, Video
 from anyaccel.planning.plan import Plan
 from anyaccel.progress import ProgressListener
 from anyaccel.quantized_weights.quantize import read_error
 from anyaccel.runtime.introspection import find_components, find_models, plain_class
 from anyaccel.runtime.placement_state import find_options
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 __all__ = ["GeneratedImage", "expected_metadata", "generate_image", "generate_images"]
 
@@ -40,19 +40,32 @@ _PACKAGES = ("anyaccel", "diffusers", "torch", "transformers")
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratedImage:
-    """A generated image, with its metadata, plan and generation time."""
+    """A generated image, video or audio, with its metadata, plan and generation time."""
 
-    image: Image.Image
+    media: Media
     metadata: ImageMetadata
     plan: Plan
     seconds: float
-    """Duration of the call, divided by the number of its images."""
+    """Duration of the call, divided by the number of its results."""
+    note: str = ""
+    """Note for the user, for example that the frame rate is a guess."""
+
+    @property
+    def image(self) -> Image.Image:
+        """The generated image; raises TypeError for video and audio."""
+        if not isinstance(self.media, Image.Image):
+            raise TypeError(f"the result is {self.metadata.kind}, not an image")
+        return self.media
 
 
 def generate_image(
-    loaded: LoadedModel, prompt: str, seed: int, call: Mapping[str, Any], listener: ProgressListener | None = None
+    loaded: LoadedModel,
+    prompt: str | None,
+    seed: int,
+    call: Mapping[str, Any],
+    listener: ProgressListener | None = None,
 ) -> GeneratedImage:
-    """Generate one image in its own pipeline call, so that it does not depend on other images."""
+    """Generate one image, video or audio in its own pipeline call, so that it does not depend on others."""
     # Not batched: kernels round differently for other batch sizes, so an image would depend on the others in its batch
     # (https://github.com/huggingface/diffusers/issues/2659).
     return generate_images(loaded, [prompt], [seed], call, listener)[0]
@@ -60,41 +73,73 @@ def generate_image(
 
 def generate_images(
     loaded: LoadedModel,
-    prompts: Sequence[str],
+    prompts: Sequence[str | None],
     seeds: Sequence[int],
     call: Mapping[str, Any],
     listener: ProgressListener | None = None,
 ) -> list[GeneratedImage]:
-    """Generate one image per prompt in a single pipeline call.
+    """Generate one image per prompt in a single pipeline call; videos, audio and calls with inputs one at a time.
 
     The images differ only by rounding from those generated one at a time.
     """
-    pipe, count = loaded.pipe, len(prompts)
-    check_image_call(pipe, call)
-    arguments = {"prompt": prompts[0], "seed": seeds[0], **call}
+    pipe, count = find_pipe(loaded, call), len(prompts)
+    interface = read_interface(pipe)
+    check_outputs(interface)
+    if count > 1 and (interface.kind != "image" or list_inputs(call)):
+        pairs = zip(prompts, seeds, strict=True)
+        return [generate_image(loaded, prompt, seed, call, listener) for prompt, seed in pairs]
+    has_prompt = "prompt" in interface.parameters and prompts[0] is not None
+    mapped = map_call(interface, call, prompt=has_prompt or bool(prompts[0]))
+    check_size(pipe, mapped)
+    arguments = {**({"prompt": prompts[0]} if has_prompt else {}), "seed": seeds[0], **mapped}
     if count > 1:
         # Pipelines require one negative prompt per prompt, and reject a string next to a list.
-        texts = {name: [text] * count for name, text in call.items() if "prompt" in name and isinstance(text, str)}
+        texts = {name: [text] * count for name, text in mapped.items() if "prompt" in name and isinstance(text, str)}
         arguments = {**arguments, "prompt": list(prompts), "seed": list(seeds), **texts}
+    fps, note = choose_frame_rate(interface.name, interface.parameters, call)
     start = time.perf_counter()
     with (
         counting_steps(pipe, listener),
-        _translate_errors(pipe, call),
+        _translate_errors(pipe, mapped),
         using_guidance_scale(pipe, arguments) as passed,
     ):
-        output = pipe(**passed, **select_image_output(pipe))
-    images = pick_images(pipe, output, count)
+        output = pipe(**{**passed, **select_outputs(interface)})
+    results = collect_media(interface, output, fps, count)
     seconds = (time.perf_counter() - start) / count
-    generated = []
-    for image, prompt, seed in zip(images, prompts, seeds, strict=True):
-        metadata = replace(expected_metadata(loaded, prompt, seed, call), width=image.width, height=image.height)
-        generated.append(GeneratedImage(image=image, metadata=metadata, plan=pipe.plan, seconds=seconds))
-    return generated
+    return [
+        GeneratedImage(
+            media=media,
+            metadata=_describe_result(expected_metadata(loaded, prompt, seed, call), media),
+            plan=pipe.plan,
+            seconds=seconds,
+            note=note if isinstance(media, Video) else "",
+        )
+        for media, prompt, seed in zip(results, prompts, seeds, strict=True)
+    ]
 
 
-def expected_metadata(loaded: LoadedModel, prompt: str, seed: int, call: Mapping[str, Any]) -> ImageMetadata:
+def _describe_result(metadata: ImageMetadata, media: Media) -> ImageMetadata:
+    """Return the metadata with the actual size and length of a result."""
+    if isinstance(media, Audio):
+        return replace(metadata, kind="audio", sampling_rate=media.rate)
+    if isinstance(media, Video):
+        rate = None if media.audio is None else media.audio.rate
+        size = {"width": media.width, "height": media.height}
+        return replace(
+            metadata,
+            kind="video",
+            **size,
+            fps=media.fps,
+            frames=len(media.frames),
+            sampling_rate=rate,  # type: ignore[arg-type]
+        )
+    return replace(metadata, width=media.width, height=media.height)
+
+
+def expected_metadata(loaded: LoadedModel, prompt: str | None, seed: int, call: Mapping[str, Any]) -> ImageMetadata:
     """Return the metadata for an image that has not been generated yet; its width and height are 0."""
-    pipe, plan = loaded.pipe, loaded.pipe.plan
+    pipe = find_pipe(loaded, call)
+    plan = pipe.plan
     scheduler, scheduler_config = _read_scheduler(pipe)
     recorded, unrecorded = record_call(call)
     versions = this_machine().versions
@@ -102,7 +147,7 @@ def expected_metadata(loaded: LoadedModel, prompt: str, seed: int, call: Mapping
         model=loaded.model.name,
         revision=loaded.revision,
         pipeline=plain_class(pipe).__name__,
-        prompt=prompt,
+        prompt=prompt or "",
         seed=seed,
         width=0,
         height=0,
@@ -120,6 +165,9 @@ def expected_metadata(loaded: LoadedModel, prompt: str, seed: int, call: Mapping
         versions={name: versions[name] for name in _PACKAGES if name in versions},
         call=recorded,
         unrecorded=unrecorded,
+        inputs=record_inputs(call),
+        adapters=record_adapters(loaded.additions.adapters),
+        requested_scheduler=loaded.additions.scheduler,
     )
 
 
@@ -167,6 +215,11 @@ def _translate_errors(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
             name = plain_class(pipe).__name__
             raise UsageError(
                 f"{name} failed, probably because it requires an input image ({missing}): {first_line(error)}",
-                hint=f"use a text-to-image model, or call the pipeline in Python with {missing}=…",
+                hint=f"add {INPUT_OPTIONS.get(missing, missing)} PATH (in Python {missing}=…)",
             ) from error
-        raise
+        if not isinstance(error, ValueError):
+            raise
+        raise UsageError(
+            f"{plain_class(pipe).__name__} rejected the call: {first_line(error)}",
+            hint="correct the arguments or the inputs",
+        ) from error

@@ -1,9 +1,9 @@
-"""Generation metadata: everything required to regenerate an image, stored in the image file."""
+"""Generation metadata: everything required to regenerate an image, a video or audio, stored in its file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,12 @@ from typing import Any
 from anyaccel.backends.device_spec import DeviceSpec, read_device_name
 from anyaccel.call_limits import LARGEST_SEED
 from anyaccel.errors import UsageError
+from anyaccel.generation.recorded_files import (
+    check_recorded_files,
+    is_recorded_input,
+    list_adapters,
+    list_input_files,
+)
 
 __all__ = [
     "FORMAT",
@@ -25,11 +31,14 @@ __all__ = [
 # Newest document format that this version reads. Increase it if older versions could not read new documents.
 # Format 1 lists the images of a contact sheet under `pictures`, format 2 under `images`. The document of a single image
 # is the same in both; it is written as format 1, which version 0.1 can read. That version would ignore `weights`, so
-# images of quantized weights have format 2.
-FORMAT = 2
-_SINGLE_IMAGE_FORMAT = 1
-# Fields that documents of earlier versions do not have.
-_ADDED = ("weights", "weight_errors")
+# images of quantized weights have format 2. Earlier versions would also ignore the fields of format 3.
+FORMAT = 3
+_SINGLE_IMAGE_FORMAT, _IMAGES_FORMAT = 1, 2
+# Fields that documents of earlier formats do not have.
+_ADDED_IN_2 = ("weights", "weight_errors")
+# Written only if they differ from their defaults, so that the documents of images from a prompt stay readable by
+# earlier versions.
+_ADDED_IN_3 = ("kind", "inputs", "adapters", "requested_scheduler", "fps", "frames", "sampling_rate")
 
 # Key of the JSON object that stands for a tuple: JSON has only lists.
 _TUPLE = "tuple of"
@@ -39,7 +48,7 @@ _OWN_FIELDS = ("num_inference_steps", "guidance_scale", "negative_prompt")
 
 @dataclass(frozen=True, kw_only=True)
 class ImageMetadata:
-    """Everything that determines an image: the model, call, device and software versions."""
+    """Everything that determines an image, a video or audio: the model, call, device and software versions."""
 
     model: str
     """`embedded`, a Hub ID, or a folder, with `~` for the home folder."""
@@ -73,7 +82,21 @@ class ImageMetadata:
     call: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the pipeline call."""
     unrecorded: tuple[str, ...] = ()
-    """Names of arguments that cannot be stored as JSON, such as an input image."""
+    """Names of arguments that cannot be stored as JSON, such as an input image that was not a file."""
+    kind: str = "image"
+    """`image`, `video` or `audio`."""
+    inputs: tuple[Mapping[str, Any], ...] = ()
+    """The input files: `name` of the argument, `kind`, `path` with `~` for the home folder, and `sha256`."""
+    adapters: tuple[Mapping[str, Any], ...] = ()
+    """LoRAs, IP-Adapters and ControlNets: `kind`, `source`, `weight`, and `sha256` of a local file."""
+    requested_scheduler: str | None = None
+    """Name of the scheduler that replaced the one of the model."""
+    fps: float | None = None
+    """Frames per second of a video."""
+    frames: int | None = None
+    """Number of frames of a video."""
+    sampling_rate: int | None = None
+    """Samples per second of audio."""
 
     @property
     def is_from_hub(self) -> bool:
@@ -85,23 +108,26 @@ class ImageMetadata:
         """Device name without an index, as accepted by `--device`: `cuda`, `virtual:neuron`."""
         return str(DeviceSpec(name=read_device_name(self.device), virtual=self.virtual))
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments that regenerate the image: `anyaccel.generate(**metadata.arguments())`.
+    def arguments(self, replaced: Collection[str] = ()) -> dict[str, Any]:
+        """Return the arguments that regenerate the result: `anyaccel.generate(**metadata.arguments())`.
 
-        Raises UsageError if an argument, such as an input image, was not recorded.
+        Arguments in `replaced` are left out. Raises UsageError if an argument was not recorded, or if an input file or
+        an adapter has changed.
         """
-        if self.unrecorded:
+        missing = [name for name in self.unrecorded if name not in replaced]
+        if missing:
             raise UsageError(
-                "the image was generated with arguments that its metadata does not include: "
-                f"{', '.join(self.unrecorded)}",
+                f"the {self.kind} was generated with arguments that its metadata does not include: "
+                f"{', '.join(missing)}",
                 hint="call anyaccel.generate in Python and pass these arguments again",
             )
         own = {
             "num_inference_steps": self.steps,
             "guidance_scale": self.guidance,
             "negative_prompt": self.negative_prompt,
+            "scheduler": self.requested_scheduler,
         }
-        return {
+        arguments = {
             "prompt": self.prompt,
             "model": self.model,
             "revision": self.revision if self.is_from_hub else None,
@@ -112,18 +138,21 @@ class ImageMetadata:
             **({"weights": self.weights} if self.weights is not None else {}),
             **{name: value for name, value in own.items() if value is not None},
             **{name: _unpack(value) for name, value in self.call.items()},
+            **list_input_files([item for item in self.inputs if item["name"] not in replaced], self.kind),
+            **list_adapters([item for item in self.adapters if item["kind"] not in replaced], self.kind),
         }
+        return {name: value for name, value in arguments.items() if name not in replaced}
 
 
 def record_call(call: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the call arguments to record, and the names of those that cannot be stored as JSON.
 
-    Arguments that have their own field in `ImageMetadata` are omitted.
+    Arguments that have their own field in `ImageMetadata`, such as input files, are omitted.
     """
     recorded: dict[str, Any] = {}
     unrecorded: list[str] = []
     for name, value in call.items():
-        if name in _OWN_FIELDS and isinstance(value, int | float | str):
+        if (name in _OWN_FIELDS and isinstance(value, int | float | str)) or is_recorded_input(value):
             continue
         packed = _pack(value)
         try:
@@ -150,17 +179,29 @@ def _unpack(value: Any) -> Any:
 
 
 def write_document(metadata: Sequence[ImageMetadata]) -> str:
-    """Return the metadata of one image, or of all images on a contact sheet, as an ASCII JSON document."""
-    documents = [asdict(item) for item in metadata]
+    """Return the metadata of one result, or of all images on a contact sheet, as an ASCII JSON document."""
+    documents = [_to_document(item) for item in metadata]
+    newest = any(name in document for document in documents for name in _ADDED_IN_3)
     if len(documents) == 1:
-        return json.dumps({"format": FORMAT if metadata[0].weights else _SINGLE_IMAGE_FORMAT, **documents[0]})
+        quantized = _IMAGES_FORMAT if metadata[0].weights else _SINGLE_IMAGE_FORMAT
+        return json.dumps({"format": FORMAT if newest else quantized, **documents[0]})
     # Values that all images share are stored once: with a few dozen images, the scheduler configs would exceed the
     # 64 KiB of EXIF data in a JPEG.
     shared = {
-        name: value for name, value in documents[0].items() if all(document[name] == value for document in documents)
+        name: value
+        for name, value in documents[0].items()
+        if all(name in document and document[name] == value for document in documents)
     }
     images = [{name: value for name, value in document.items() if name not in shared} for document in documents]
-    return json.dumps({"format": FORMAT, **shared, "images": images})
+    return json.dumps({"format": FORMAT if newest else _IMAGES_FORMAT, **shared, "images": images})
+
+
+def _to_document(metadata: ImageMetadata) -> dict[str, Any]:
+    document = asdict(metadata)
+    for item in fields(metadata):
+        if item.name in _ADDED_IN_3 and document[item.name] == item.default:
+            del document[item.name]
+    return document
 
 
 def read_document(text: str) -> tuple[ImageMetadata, ...]:
@@ -189,6 +230,7 @@ _FIELD_TYPES: Mapping[str, tuple[type, ...]] = {
     "Mapping[str, Any]": (dict,),
     "Mapping[str, str]": (dict,),
     "tuple[str, ...]": (list,),
+    "tuple[Mapping[str, Any], ...]": (list,),
 }
 
 
@@ -199,7 +241,7 @@ def _read_image_metadata(document: Mapping[str, Any]) -> ImageMetadata:
     """
     values: dict[str, Any] = {}
     for attribute in fields(ImageMetadata):
-        if attribute.name not in document and attribute.name in _ADDED:
+        if attribute.name not in document and attribute.name in (*_ADDED_IN_2, *_ADDED_IN_3):
             continue
         if attribute.name not in document:
             raise ValueError(f"the field {attribute.name!r} is missing")
@@ -210,6 +252,7 @@ def _read_image_metadata(document: Mapping[str, Any]) -> ImageMetadata:
             raise ValueError(f"the field {attribute.name!r} has the invalid value {value!r:.60}")
         values[attribute.name] = tuple(value) if isinstance(value, list) else value
     metadata = ImageMetadata(**values)
+    check_recorded_files((*metadata.inputs, *metadata.adapters))
     if not 0 <= metadata.seed <= LARGEST_SEED:
         raise ValueError(f"the seed must be an integer from 0 to 2**64 - 1, not {metadata.seed}")
     return metadata
@@ -222,12 +265,17 @@ def describe_metadata(metadata: ImageMetadata) -> str:
         "Sampler": metadata.scheduler,
         "CFG scale": metadata.guidance,
         "Seed": metadata.seed,
-        "Size": f"{metadata.width}x{metadata.height}",
+        "Size": f"{metadata.width}x{metadata.height}" if metadata.kind != "audio" else None,
+        "Frames": metadata.frames,
+        "FPS": None if metadata.fps is None else f"{metadata.fps:g}",
+        "Sampling rate": metadata.sampling_rate,
         "Model": metadata.model,
         "Model hash": metadata.revision,
         "Type": metadata.dtype,
         "Speed": metadata.speed if metadata.speed != "exact" else None,
         "Weights": metadata.weights,
+        "Inputs": "; ".join(str(item["path"]) for item in metadata.inputs) or None,
+        "Adapters": "; ".join(f"{item['source']}:{item['weight']:g}" for item in metadata.adapters) or None,
         "Device": f"{metadata.device} (virtual)" if metadata.virtual else metadata.device,
         "Version": f"anyaccel {metadata.versions.get('anyaccel', '')}".rstrip(),
     }

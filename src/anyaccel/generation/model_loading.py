@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.backends.cpu_half_precision_speed import SLOWDOWN_LIMIT, measure_half_precision
 from anyaccel.backends.device import OpenDevice, find_device
+from anyaccel.errors import UsageError
+from anyaccel.generation.adapters import Additions, apply_ip_adapters, apply_loras, load_controlnets
 from anyaccel.generation.model_name import ResolvedModel, find_revision
+from anyaccel.generation.schedulers import make_scheduler
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import choose_dtype
 from anyaccel.planning.facts import PipelineFacts
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from anyaccel.generation.request import GenerationRequest
     from anyaccel.progress import ProgressListener
 
-__all__ = ["LOCK", "LoadedModel", "load_model", "load_uncached", "release_model"]
+__all__ = ["LOCK", "LoadedModel", "change_additions", "check_device", "load_model", "load_uncached", "release_model"]
 
 # Held while the cached model is replaced or generates images.
 LOCK = threading.RLock()
@@ -36,10 +39,24 @@ class LoadedModel:
     revision: str | None
     load_s: float
     """Seconds to load and place the model; 0 if it came from the cache."""
+    additions: Additions = field(default_factory=Additions)
+    """LoRAs, IP-Adapters, ControlNets and the scheduler that were added to the pipeline."""
+    scheduler: Any = None
+    """The model's own scheduler; None if it has none."""
+    controlnet: Any = None
+    """The loaded ControlNet, or a list of several ones, with which the pipeline for a call is created."""
+    derived: dict[type, Any] = field(default_factory=dict)
+    """Pipelines for other tasks with the same components, by class."""
 
 
 # At most one entry: two models may not fit into memory together.
 _CACHE: dict[tuple[object, ...], LoadedModel] = {}
+
+
+def check_device(request: GenerationRequest) -> None:
+    """Raise an error if the device of a request is not available."""
+    # Before the pipeline class is read, because that imports diffusers, which takes seconds.
+    resolve_device(request.device, PlacementOptions(dtype=request.dtype))
 
 
 def load_model(request: GenerationRequest, listener: ProgressListener | None = None) -> LoadedModel:
@@ -59,13 +76,18 @@ def load_model(request: GenerationRequest, listener: ProgressListener | None = N
         digest = None if model.kind == "hub" else find_revision(model)
         key = (model, digest, opened.sheet.name, opened.index, placement_options)
         cached = _CACHE.get(key)
-        if cached is not None:
-            return replace(cached, load_s=0.0)
-        release_model()  # before loading, because both models may not fit into memory
-        start = time.perf_counter()
-        pipe = _load_pipeline(model, opened, placement_options, fallback, listener)
-        seconds = time.perf_counter() - start
-        _CACHE[key] = LoadedModel(pipe=pipe, model=model, revision=digest or find_revision(model), load_s=seconds)
+        if cached is not None and not _needs_reload(cached, request.additions):
+            cached = replace(cached, load_s=0.0)
+        else:
+            cached = None
+            release_model()  # before loading, because both models may not fit into memory
+            start = time.perf_counter()
+            pipe = _load_pipeline(model, opened, placement_options, fallback, listener)
+            seconds = time.perf_counter() - start
+            cached = _make_loaded(pipe, model, digest or find_revision(model), seconds)
+        # Removed until the additions are complete: an error may leave some of them in the models.
+        _CACHE.pop(key, None)
+        _CACHE[key] = _change_additions(cached, request.additions)
         return _CACHE[key]
 
 
@@ -82,7 +104,49 @@ def load_uncached(
     start = time.perf_counter()
     pipe = _load_pipeline(request.model, opened, placement_options, fallback, listener)
     seconds = time.perf_counter() - start
-    return LoadedModel(pipe=pipe, model=request.model, revision=find_revision(request.model), load_s=seconds)
+    loaded = _make_loaded(pipe, request.model, find_revision(request.model), seconds)
+    return _change_additions(loaded, request.additions)
+
+
+def _make_loaded(pipe: Any, model: ResolvedModel, revision: str | None, load_s: float) -> LoadedModel:
+    scheduler = getattr(pipe, "scheduler", None)
+    return LoadedModel(pipe=pipe, model=model, revision=revision, load_s=load_s, scheduler=scheduler)
+
+
+def change_additions(loaded: LoadedModel, additions: Additions) -> LoadedModel | None:
+    """Return an uncached model with other LoRAs, IP-Adapters, ControlNets and another scheduler.
+
+    Return None if the model must be loaded again. After an error, the model is not usable.
+    """
+    return None if _needs_reload(loaded, additions) else _change_additions(loaded, additions)
+
+
+def _needs_reload(loaded: LoadedModel, additions: Additions) -> bool:
+    """Return whether a loaded model has an IP-Adapter that a request does not have."""
+    # Unloading one also removes the image encoder of the model (diffusers 0.42).
+    return bool(loaded.additions.ip_adapters) and loaded.additions.ip_adapters != additions.ip_adapters
+
+
+def _change_additions(loaded: LoadedModel, additions: Additions) -> LoadedModel:
+    """Return the loaded model with other LoRAs, IP-Adapters, ControlNets and another scheduler."""
+    before, pipe, controlnet = loaded.additions, loaded.pipe, loaded.controlnet
+    if before == additions:
+        return loaded
+    if before.scheduler != additions.scheduler:
+        if loaded.scheduler is None:
+            raise UsageError(f"{type(pipe).__name__} has no scheduler to replace", hint="omit --scheduler")
+        own = additions.scheduler is None
+        pipe.scheduler = loaded.scheduler if own else make_scheduler(str(additions.scheduler), loaded.scheduler)
+    if before.loras != additions.loras:
+        if before.loras:
+            pipe.unload_lora_weights()
+        if additions.loras:
+            apply_loras(pipe, additions.loras)
+    if before.ip_adapters != additions.ip_adapters:
+        apply_ip_adapters(pipe, additions.ip_adapters)
+    if before.controlnets != additions.controlnets:
+        controlnet = load_controlnets(pipe, additions.controlnets) if additions.controlnets else None
+    return replace(loaded, additions=additions, controlnet=controlnet, derived={})
 
 
 def release_model() -> None:

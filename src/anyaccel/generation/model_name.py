@@ -19,7 +19,7 @@ from anyaccel.errors import ModelError, UsageError
 from anyaccel.runtime.model_file_checks import check_model_folder
 from anyaccel.upstream.modular_index import MODULAR_INDEX, is_modular_folder, read_modular_index
 
-__all__ = ["ResolvedModel", "digest_folder", "find_revision", "resolve_model"]
+__all__ = ["ResolvedModel", "abbreviate_home", "digest_folder", "find_revision", "resolve_model"]
 
 _INDEX = "model_index.json"
 _INDEXES = (_INDEX, MODULAR_INDEX)
@@ -64,7 +64,7 @@ def resolve_model(model: str | os.PathLike[str] | None = None, revision: str | N
         # An existing path takes precedence over a Hub ID, as in diffusers.
         local = path.exists()
         kind: Literal["folder", "hub"] = "folder" if local else "hub"
-        name = _abbreviate_home(path) if local else text
+        name = abbreviate_home(path) if local else text
         resolved = ResolvedModel(kind=kind, name=name, source=str(path) if local else text, revision=revision)
     if revision is not None and resolved.kind != "hub":
         raise UsageError(
@@ -74,7 +74,7 @@ def resolve_model(model: str | os.PathLike[str] | None = None, revision: str | N
     return resolved
 
 
-def _abbreviate_home(path: Path) -> str:
+def abbreviate_home(path: Path) -> str:
     """Return the absolute path, with the home folder replaced by `~`."""
     # The path is stored in image files, which must not reveal the user name.
     absolute = path.absolute()

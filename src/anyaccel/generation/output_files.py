@@ -1,4 +1,4 @@
-"""Image file naming and atomic writes.
+"""Names of generated files, and atomic writes.
 
 Unless `force` is set, concurrent processes never overwrite each other's files; see
 `anyaccel.storage.atomic_write`.
@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anyaccel.errors import AnyaccelError, UsageError, nearest
-from anyaccel.generation.image_format import SUFFIXES
+from anyaccel.media.formats import SUFFIXES, default_suffix
+from anyaccel.media.output import find_sidecar
+from anyaccel.media.types import Kind
 from anyaccel.storage.atomic_write import atomic_write
 
 __all__ = ["Destination", "file_exists_error", "make_stem", "read_destination", "write_output_file", "write_unique"]
@@ -26,48 +28,56 @@ _MAX_ALTERNATIVES = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """A folder for generated images, with a requested file name or names derived from the prompts."""
+    """A folder for generated files, with a requested file name or names derived from the prompts."""
 
     folder: Path
     stem: str | None = None
     """Requested file name without suffix; None derives the name of each image from its prompt and seed."""
-    suffix: str = ".png"
+    suffix: str | None = None
+    """Requested suffix; None selects the default format of the kind of media."""
     images: int = 1
     """Number of images; several images get a number appended to the stem."""
     force: bool = False
     """Whether existing files are overwritten."""
 
-    def path_of(self, index: int, prompt: str, seed: int) -> Path:
-        """Return the path for the image at a zero-based index.
+    def choose_suffix(self, kind: Kind) -> str:
+        """Return the suffix for files with a kind of media."""
+        return self.suffix or default_suffix(kind)
+
+    def path_of(self, index: int, prompt: str, seed: int, kind: Kind = "image") -> Path:
+        """Return the path for the image, video or audio at a zero-based index.
 
         A name that is derived from the prompt and seed may already exist.
         """
+        suffix = self.choose_suffix(kind)
         if self.stem is None:
-            return self.folder / f"{make_stem(prompt)}-{seed}{self.suffix}"
+            return self.folder / f"{make_stem(prompt, kind)}-{seed}{suffix}"
         number = f"-{index + 1:0{len(str(self.images))}}" if self.images > 1 else ""
-        return self.folder / f"{self.stem}{number}{self.suffix}"
+        return self.folder / f"{self.stem}{number}{suffix}"
 
-    def sheet_path(self, prompt: str, seed: int) -> Path:
+    def sheet_path(self, prompt: str, seed: int, kind: Kind = "image") -> Path:
         """Return the path for the contact sheet, a grid of all images; its file name ends with `-grid`."""
-        return self.folder / f"{self.stem or f'{make_stem(prompt)}-{seed}'}-grid{self.suffix}"
+        suffix = self.choose_suffix("image") if kind == "image" else default_suffix("image")
+        return self.folder / f"{self.stem or f'{make_stem(prompt, kind)}-{seed}'}-grid{suffix}"
 
-    def write(self, path: Path, content: bytes) -> Path:
+    def write(self, path: Path, content: bytes, sidecar: bytes | None = None) -> Path:
         """Write a file, creating the folder if necessary, and return its path.
 
         If the file exists and `force` is not set, a number is appended to a derived name. For a requested
-        name, raise FileExistsError instead.
+        name, raise FileExistsError instead. `sidecar` is the content of the file with the metadata.
         """
         _make_folder(self.folder)
         if self.stem is None and not self.force:
-            return write_unique(path, content)
+            return write_unique(path, content, sidecar)
         write_output_file(path, content, force=self.force)
+        _write_sidecar(path, sidecar)
         return path
 
 
-def make_stem(prompt: str) -> str:
+def make_stem(prompt: str, default: str = "image") -> str:
     """Return a file name stem for a prompt, such as `a-red-apple`.
 
-    Return `image` if the prompt has no letters or digits.
+    Return `default` if the prompt has no letters or digits.
     """
     words = re.findall(r"[^\W_]+", unicodedata.normalize("NFC", prompt).lower())
     stem = ""
@@ -77,11 +87,11 @@ def make_stem(prompt: str) -> str:
         if len(longer) > _MAX_STEM_LENGTH or len(longer.encode()) > 3 * _MAX_STEM_LENGTH:
             break
         stem = longer
-    return stem or "image"
+    return stem or default
 
 
 def read_destination(output: str | os.PathLike[str] | None, *, images: int, sheet: bool, force: bool) -> Destination:
-    """Parse the `-o` option into a destination; raise if images cannot be written there.
+    """Parse the `-o` option into a destination; raise if files cannot be written there.
 
     A path that ends with `/` or is an existing folder is a folder; any other path is a file. Call
     this before loading a model, so that a wrong path fails early. The check for existing files is
@@ -95,14 +105,17 @@ def read_destination(output: str | os.PathLike[str] | None, *, images: int, shee
         _check_folder(path, create=True)
         return Destination(folder=path, images=images, force=force)
     if path.suffix.lower() not in SUFFIXES:
-        problem = f"has the unknown image suffix {path.suffix!r}" if path.suffix else "has no image suffix"
+        problem = f"has the unknown suffix {path.suffix!r}" if path.suffix else "has no suffix"
         raise UsageError(
             f"the output file {path} {problem}",
             hint=f"{nearest(path.suffix.lower(), SUFFIXES)}; to write to a folder, use {path.name}/",
         )
     _check_folder(path.parent, create=False)
     destination = Destination(folder=path.parent, stem=path.stem, suffix=path.suffix, images=images, force=force)
-    files = [destination.path_of(index, "", 0) for index in range(images)] + [destination.sheet_path("", 0)] * sheet
+    kind = next(iter(SUFFIXES[path.suffix.lower()].kinds))
+    files = [destination.path_of(index, "", 0) for index in range(images)] + [
+        destination.sheet_path("", 0, kind)
+    ] * sheet
     for file in files:
         _check_file(file, force)
     return destination
@@ -177,8 +190,11 @@ def write_output_file(path: Path, content: bytes, *, force: bool = False) -> Non
         raise _write_error(path, error) from error
 
 
-def write_unique(path: Path, content: bytes) -> Path:
-    """Write a file and return its path; if the path exists, append a number, as in `apple-2.png`."""
+def write_unique(path: Path, content: bytes, sidecar: bytes | None = None) -> Path:
+    """Write a file and return its path; if the path exists, append a number, as in `apple-2.png`.
+
+    `sidecar` is the content of the file with the metadata.
+    """
     for candidate in _alternatives(path):
         # Saves writing a temporary file per taken name; the write below is the check that counts.
         if not os.path.lexists(candidate):
@@ -186,11 +202,17 @@ def write_unique(path: Path, content: bytes) -> Path:
                 write_output_file(candidate, content)
             except FileExistsError:  # another process created it after the check
                 continue
+            _write_sidecar(candidate, sidecar)
             return candidate
     raise AnyaccelError(
         f"{path} and all alternative names up to {path.stem}-{_MAX_ALTERNATIVES - 1}{path.suffix} already exist",
         hint="choose a different name with -o",
     )
+
+
+def _write_sidecar(path: Path, sidecar: bytes | None) -> None:
+    if sidecar is not None:
+        write_output_file(find_sidecar(path), sidecar, force=True)
 
 
 def _alternatives(path: Path) -> Iterator[Path]:

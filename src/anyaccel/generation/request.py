@@ -1,4 +1,4 @@
-"""Generation requests: prompts, seeds, model, device and call arguments."""
+"""Generation requests: prompts, seeds, model, adapters, device and call arguments."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import math
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.call_limits import SIDES, check_side, check_steps, read_seeds
 from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.errors import UsageError
+from anyaccel.generation.adapters import Additions, read_additions
+from anyaccel.generation.durations import DURATION_OPTIONS, check_duration
+from anyaccel.generation.input_files import read_inputs
 from anyaccel.generation.model_name import ResolvedModel, resolve_model
 from anyaccel.planning.options import check_speed, check_weights
 
@@ -20,11 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["GenerationRequest", "make_request"]
 
-_PER_PROMPT = "num_images_per_prompt"
+_PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 # Pipeline arguments that `generate` sets itself, each with a hint.
 _UNSUPPORTED = {
     "generator": "pass seed= with an integer instead; the seed is stored with the image",
-    "output_type": "omit it: the result contains PIL images; for other types, call the pipeline itself",
+    "output_type": "omit it: the result contains PIL images, videos or audio; for others, call the pipeline itself",
     "return_dict": "omit it: the result is always an object",
 }
 # Bits of a random seed. torch accepts 64, but a shorter seed is easier to type.
@@ -33,13 +36,15 @@ _RANDOM_BITS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """A validated request to generate images: prompts, seeds, model, device and call arguments."""
+    """A validated request to generate images, videos or audio: prompts, seeds, model, device and call arguments."""
 
     model: ResolvedModel
-    images: tuple[tuple[str, int], ...]
-    """Prompt and seed of each image."""
+    images: tuple[tuple[str | None, int], ...]
+    """Prompt and seed of each image, video or audio; the prompt is None if there is none."""
     call: Mapping[str, Any]
-    """Further arguments of every pipeline call."""
+    """Further arguments of every pipeline call, with `frames`, `fps`, `seconds` and the inputs under general names."""
+    additions: Additions = field(default_factory=Additions)
+    """LoRAs, IP-Adapters, ControlNets and the scheduler."""
     device: str | int | torch.device = "auto"
     dtype: str | None = None
     """None for the preferred dtype of the device."""
@@ -50,7 +55,7 @@ class GenerationRequest:
 
 
 def make_request(
-    prompt: str | Sequence[str],
+    prompt: str | Sequence[str] | None = None,
     model: str | os.PathLike[str] | None = None,
     device: str | int | torch.device = "auto",
     seed: int | Sequence[int] | None = None,
@@ -59,9 +64,13 @@ def make_request(
     speed: str = "exact",
     weights: str | None = None,
     revision: str | None = None,
+    lora: Any = None,
+    ip_adapter: Any = None,
+    controlnet: Any = None,
+    scheduler: str | None = None,
     **call: Any,
 ) -> GenerationRequest:
-    """Validate the arguments and return a generation request, without loading the model.
+    """Validate the arguments, read the input files and return a generation request, without loading the model.
 
     `call` contains additional arguments for the pipeline call. An integer seed is used for the first
     image of every prompt, and consecutive seeds for its other images. None selects a random seed.
@@ -70,8 +79,8 @@ def make_request(
     for name, hint in _UNSUPPORTED.items():
         if name in call:
             raise UsageError(f"anyaccel.generate does not accept the argument {name}", hint=hint)
-    prompts = _read_prompts(prompt)
-    per_prompt = _read_count(call.pop(_PER_PROMPT, 1))
+    prompts: Sequence[str | None] = [None] if prompt is None else _read_prompts(prompt)
+    per_prompt = _read_count(next((call.pop(name) for name in _PER_PROMPT if name in call), 1))
     negative = call.get("negative_prompt", "")
     if not isinstance(negative, str):
         raise UsageError(
@@ -86,12 +95,21 @@ def make_request(
     seeds = _choose_seeds(seed, len(prompts), per_prompt)
     repeated = [text for text in prompts for _ in range(per_prompt)]
     images = tuple(zip(repeated, seeds, strict=True))
+    additions = read_additions(lora, ip_adapter, controlnet, scheduler)
+    call = read_inputs(call)
     # Last, because it imports torch, which takes seconds; other mistakes are reported before.
     full_dtype = None if dtype is None else _read_dtype(dtype)
     check_speed(speed)
     check_weights(weights)
     return GenerationRequest(
-        model=resolved, images=images, call=call, device=device, dtype=full_dtype, speed=speed, weights=weights
+        model=resolved,
+        images=images,
+        call=call,
+        additions=additions,
+        device=device,
+        dtype=full_dtype,
+        speed=speed,
+        weights=weights,
     )
 
 
@@ -106,6 +124,8 @@ def _check_value(name: str, value: Any) -> Any:
         raise UsageError(f"{name} must be finite, not {value}", hint=f"for example {name}=5.0, or omit it")
     if name in SIDES and value is not None:
         return check_side(name, value)
+    if name in DURATION_OPTIONS and value is not None:
+        return check_duration(name, value)
     return check_steps(value) if name == "num_inference_steps" and value is not None else value
 
 

@@ -9,7 +9,13 @@ from typing import Any
 from anyaccel.runtime.introspection import plain_class
 from anyaccel.upstream.modular_blocks import BLOCKS_ATTRIBUTE
 
-__all__ = ["find_missing_arguments", "list_block_outputs", "read_blocks", "read_call_parameters"]
+__all__ = [
+    "find_missing_arguments",
+    "list_block_outputs",
+    "read_blocks",
+    "read_call_parameters",
+    "read_class_parameters",
+]
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -27,15 +33,26 @@ def read_call_parameters(pipe: Any) -> dict[str, inspect.Parameter]:
     """
     blocks = read_blocks(pipe)
     if blocks is None:
-        parameters = inspect.signature(plain_class(pipe).__call__).parameters
-        return {name: value for name, value in parameters.items() if value.kind in _NAMED and name != "self"}
+        return read_class_parameters(plain_class(pipe))
     # Which inputs are required depends on the other arguments; see `find_missing_arguments`. Inputs without a name
     # stand for several values, which earlier blocks create.
     return {
-        item.name: inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default)
+        item.name: inspect.Parameter(
+            item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=_read_annotation(item)
+        )
         for item in blocks.inputs
         if item.name
     }
+
+
+def _read_annotation(item: Any) -> Any:
+    return inspect.Parameter.empty if item.type_hint is None else item.type_hint
+
+
+def read_class_parameters(kind: Any) -> dict[str, inspect.Parameter]:
+    """Return the named parameters of the call of a pipeline class."""
+    parameters = inspect.signature(kind.__call__).parameters
+    return {name: value for name, value in parameters.items() if value.kind in _NAMED and name != "self"}
 
 
 def find_missing_arguments(pipe: Any, call: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from anyaccel.errors import UsageError
 from anyaccel.runtime.keyword_use import reads_keyword
 from anyaccel.runtime.library_code import find_source, is_library
 
-__all__ = ["CallRequest", "bucket_of", "read_call_request", "shape_of"]
+__all__ = ["CallRequest", "bucket_of", "read_call_request", "shape_of", "takes_reference_images"]
 
 _PER_PROMPT = (
     "num_images_per_prompt",
@@ -75,6 +75,11 @@ class CallRequest:
     def with_arguments(self, **changed: Any) -> CallRequest:
         """Return a copy of the request with the given arguments changed."""
         return replace(self, arguments={**self.arguments, **changed})
+
+
+def takes_reference_images(pipeline: str) -> bool:
+    """Return whether a list of images is a list of references for one image in a pipeline class."""
+    return pipeline in _REFERENCE_IMAGES or "ModularPipeline" in pipeline
 
 
 def read_call_request(

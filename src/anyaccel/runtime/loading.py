@@ -10,6 +10,7 @@ from typing import Any
 
 import diffusers
 import torch
+from huggingface_hub import hf_hub_download
 
 from anyaccel.backends.device_functions import dtype_name, dtype_of
 from anyaccel.errors import ModelError, UsageError
@@ -29,7 +30,7 @@ from anyaccel.runtime.weight_files.loading import (
 from anyaccel.runtime.weight_files.moving import LoadTarget, moving_components
 from anyaccel.upstream.diffusers_internals import casts_components, read_dtype_argument
 
-__all__ = ["derive_pipeline", "keep_dtype", "load_pipeline"]
+__all__ = ["derive_pipeline", "find_pipeline_class", "keep_dtype", "load_pipeline"]
 
 _DTYPE = read_dtype_argument()
 
@@ -103,6 +104,30 @@ def _find_class(kind: Any, model: str, config: dict[str, Any], options: dict[str
         check_class_name(config.get("_class_name"), model)
     found = getattr(diffusers, str(config.get("_class_name")), None)
     return found if isinstance(found, type) and issubclass(found, kind) else kind
+
+
+def find_pipeline_class(model: str, revision: str | None = None) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    """Return the class of a model's pipeline, the class names of its components and its settings, without loading it.
+
+    The class is None if it is not one of diffusers. For a Hub ID, this downloads the index.
+    """
+    if is_single_file(model):
+        return None, {}, {}
+    options: dict[str, Any] = {} if revision is None else {"revision": revision}
+    config = _read_config(model, needed=False) or call_diffusers(_download_index, model, options)
+    found = getattr(diffusers, str(config.get("_class_name")), None)
+    if not (isinstance(found, type) and issubclass(found, diffusers.DiffusionPipeline)):
+        return None, {}, {}
+    entries = {name: entry for name, entry in config.items() if isinstance(entry, list) and len(entry) == 2}
+    settings = {name: value for name, value in config.items() if name not in entries}
+    return found, {name: str(kind) for name, (library, kind) in entries.items() if library is not None}, settings
+
+
+def _download_index(model: str, revision: str | None = None) -> dict[str, Any]:
+    """Return the index of a Hub model."""
+    # Not `load_config` of diffusers, which passes deprecated arguments to huggingface_hub (diffusers 0.42).
+    content = json.loads(Path(hf_hub_download(model, "model_index.json", revision=revision)).read_text())
+    return content if isinstance(content, dict) else {}
 
 
 def _read_config(source: str, *, needed: bool) -> dict[str, Any]:

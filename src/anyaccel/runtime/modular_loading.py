@@ -19,7 +19,7 @@ from anyaccel.upstream.diffusers_internals import COMPONENTS_BAR, read_dtype_arg
 from anyaccel.upstream.diffusers_loading import list_component_specs, read_absent_components, recording_component_errors
 from anyaccel.upstream.modular_index import MODULAR_INDEX, is_modular_folder
 
-__all__ = ["is_modular", "load_modular_pipeline"]
+__all__ = ["create_modular_pipeline", "is_modular", "load_modular_pipeline"]
 
 _DTYPE = read_dtype_argument()
 _LOGGER = "diffusers.modular_pipelines.modular_pipeline"
@@ -43,6 +43,11 @@ def is_modular(kind: Any, model: Any) -> bool:
             hint="use anyaccel.ModularPipeline.from_pretrained; its call arguments select the task",
         )
     return True
+
+
+def create_modular_pipeline(folder: str) -> Any:
+    """Create the modular pipeline of a folder without its components, to read the inputs and outputs of its blocks."""
+    return call_diffusers(diffusers.ModularPipeline.from_pretrained, folder, {"trust_remote_code": False})
 
 
 def load_modular_pipeline(model: str, options: Mapping[str, Any], target: LoadTarget | None) -> Any:

@@ -51,3 +51,47 @@ def test_rows_of_a_failed_call_run_alone_and_each_has_its_error(worker: ImageWor
     failed = worker.generate(rows(width=17))
     assert [isinstance(outcome, RowFailed) and "hint: " in outcome.error for outcome in failed] == [True] * 3
     assert all(isinstance(outcome, RowFailed) and "width must be a multiple of" in outcome.error for outcome in failed)
+
+
+def test_inputs_and_schedulers_of_rows(worker: ImageWorker, tmp_path: Path) -> None:
+    """Rows with an image use image-to-image, and the next row has the model's own scheduler again."""
+    Image.linear_gradient("L").resize((16, 16)).convert("RGB").save(tmp_path / "in.png")
+    call = {"num_inference_steps": 2}
+    plain = BatchRow(number=1, prompt="a cat", seed=3, call=call)
+    euler = BatchRow(number=2, prompt="a cat", seed=3, call=call, additions={"scheduler": "euler"})
+    edit = BatchRow(number=3, prompt="a cat", seed=3, call={**call, "image": str(tmp_path / "in.png"), "strength": 0.6})
+    contents = []
+    for row in (plain, euler, edit, plain):
+        (outcome,) = worker.generate([row])
+        assert isinstance(outcome, RowImage), outcome
+        contents.append(outcome.content)
+    assert contents[0] == contents[3]
+    (tmp_path / "euler.png").write_bytes(contents[1])
+    (tmp_path / "edit.png").write_bytes(contents[2])
+    assert read_metadata(tmp_path / "euler.png")[0].scheduler == "EulerDiscreteScheduler"
+    (metadata,) = read_metadata(tmp_path / "edit.png")
+    assert (metadata.pipeline, metadata.inputs[0]["path"]) == (
+        "StableDiffusionImg2ImgPipeline",
+        str(tmp_path / "in.png"),
+    )
+    (failed,) = worker.generate(
+        [BatchRow(number=4, prompt="a cat", seed=3, call=call, additions={"scheduler": "eulr"})]
+    )
+    assert isinstance(failed, RowFailed)
+    assert "did you mean euler" in failed.error
+
+
+def test_videos(tmp_path: Path) -> None:
+    from anyaccel.recipes import recipes
+
+    pipe: Any = recipes()["wan"].make()
+    pipe.save_pretrained(tmp_path / "wan")
+    worker = ImageWorker(WorkerSettings(model=str(tmp_path / "wan"), device="cpu", dtype="float32", rows_per_call=4))
+    call = {"num_inference_steps": 2, "frames": 5, "fps": 8, "width": 16, "height": 16, "max_sequence_length": 32}
+    outcomes = worker.generate([BatchRow(number=n, prompt="a cat", seed=n, call=call) for n in (1, 2)])
+    for outcome in outcomes:
+        assert isinstance(outcome, RowImage), outcome
+        path = tmp_path / f"{outcome.row}{outcome.suffix}"
+        path.write_bytes(outcome.content)
+        (metadata,) = read_metadata(path)
+        assert (metadata.kind, metadata.frames, metadata.fps, metadata.seed) == ("video", 5, 8, outcome.row)

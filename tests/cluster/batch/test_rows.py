@@ -71,6 +71,36 @@ def test_the_error_for_an_invalid_row_has_its_line_number(tmp_path: Path, line: 
         read_rows(str(path))
 
 
+def test_paths_are_relative_to_the_input_file(tmp_path: Path) -> None:
+    for name in ("in.png", "mask.png", "style.safetensors"):
+        (tmp_path / name).write_bytes(b"x")
+    lines = [
+        {
+            "prompt": "a cat",
+            "image": ["in.png", "in.png"],
+            "mask": "mask.png",
+            "lora": ["style.safetensors:0.5", "a/b:1"],
+        },
+        {"image": str(tmp_path / "in.png"), "frames": 5, "scheduler": "euler"},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    first, second = read_rows(str(path))[0]
+    image = str(tmp_path / "in.png")
+    assert first.call == {"image": [image, image], "mask_image": str(tmp_path / "mask.png")}
+    assert first.additions == {"lora": [f"{tmp_path / 'style.safetensors'}:0.5", "a/b:1"]}
+    assert (second.prompt, second.call, second.additions) == ("", {"image": image, "frames": 5}, {"scheduler": "euler"})
+    assert first.shape != second.shape
+    for line, message in (
+        ({"prompt": "x", "image": "none.png"}, r"line 1: the file none\.png of image does not exist"),
+        ({"prompt": "x", "frames": 0}, "number of frames must be an integer from 1"),
+        ({"prompt": "x", "num_videos_per_prompt": 2}, "one row per video"),
+    ):
+        path.write_text(json.dumps(line))
+        with pytest.raises(UsageError, match=message):
+            read_rows(str(path))
+
+
 def test_a_missing_or_empty_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read"):
         read_rows(str(tmp_path / "none.jsonl"))

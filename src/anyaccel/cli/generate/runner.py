@@ -1,4 +1,4 @@
-"""A run of `anyaccel generate`: loads the model, then generates and writes the images one by one."""
+"""A run of `anyaccel generate`: loads the model, then generates and writes the images, videos or audio one by one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from anyaccel.cli.generate.notes import find_notes
 from anyaccel.cli.generate.options import Options
 from anyaccel.cli.interrupts import INTERRUPTED, Interruption
 from anyaccel.cli.progress import Display
-from anyaccel.cli.terminal_image import show_image
+from anyaccel.cli.terminal_media import show_media
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.processes.gc_control import gc_paused
 from anyaccel.progress import ProgressListener
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
     from anyaccel.cli.generate.generation_requests import GenerateTask
     from anyaccel.generation.image import GeneratedImage
+    from anyaccel.generation.media_format import EncodedFile
     from anyaccel.generation.model_loading import LoadedModel
     from anyaccel.generation.output_files import Destination
+    from anyaccel.media.types import Kind
 
 __all__ = ["GenerateRun"]
 
@@ -41,12 +43,16 @@ class GenerateRun(ProgressListener):
         self.display = Display()
         self.interruption = Interruption(on_wait=self.display.show_stopping, on_end=self.display.restore_cursor)
         self.destination: Destination | None = None
-        """Destination of the images; None for stdout."""
+        """Destination of the files; None for stdout."""
         self.total = 0
-        """Number of images to generate."""
+        """Number of images, videos or audio files to generate."""
+        self.kind: Kind = "image"
+        """What the model generates, as far as it is known before the first result."""
         self.finished: list[tuple[Path | None, GeneratedImage]] = []
-        """Path and image of each finished image; the path is None for stdout."""
+        """Path and content of each finished file; the path is None for stdout."""
         self.sheet_path: Path | None = None
+        self.notes: set[str] = set()
+        """Notes that were printed."""
         self.name_conflict: UsageError | None = None
         """Raised at the end of the run if another process wrote one of the requested files."""
 
@@ -60,7 +66,9 @@ class GenerateRun(ProgressListener):
                 raise
             # Libraries may wrap KeyboardInterrupt in an error of their own, so any error after Ctrl-C counts as the
             # interruption. It is printed as a note, because it could be unrelated.
-            progress = f": {len(self.finished)} of {self.total} images were generated" if self.total > 1 else ""
+            progress = (
+                f": {len(self.finished)} of {self.total} {self._plural()} were generated" if self.total > 1 else ""
+            )
             self.display.print_line(f"interrupted{progress}")
             if not isinstance(error, KeyboardInterrupt):
                 self.display.print_line(f"note: error during the interruption: {type(error).__name__}: {error}")
@@ -86,11 +94,19 @@ class GenerateRun(ProgressListener):
         self.display.on_step(done, total)
         self.interruption.check()
 
+    def on_frame(self, done: int, total: int) -> None:
+        """Show the number of encoded frames; raise KeyboardInterrupt if the user pressed Ctrl-C."""
+        self.display.on_frame(done, total)
+        self.interruption.check()
+
+    def _plural(self) -> str:
+        return {"image": "images", "video": "videos", "audio": "audio files"}[self.kind]
+
     def _run(self) -> None:
         options = self.options
         options.check()
         prompts, originals = options.read_prompts(), options.read_metadata()
-        self.total = (len(prompts) + len(originals)) * options.count
+        self.total = (len(prompts) + len(originals) or 1) * options.count
         if not options.explain:
             # Checking the destination creates a temporary file, which a signal must not leave behind.
             with self.interruption.after_file():
@@ -98,13 +114,16 @@ class GenerateRun(ProgressListener):
         if len(options.prompts) > 1 and not any(" " in prompt for prompt in options.prompts):
             quoted = " ".join(options.prompts)
             self.display.print_line(
-                f'note: each word is a separate prompt ({self.total} images); quote them for one prompt: "{quoted}"'
+                f'note: each word is a separate prompt ({self.total} results); quote them for one prompt: "{quoted}"'
             )
         self.display.start_phase("Starting")
         with gc_paused():
             from anyaccel.cli.generate.generation_requests import make_tasks
 
             tasks = make_tasks(options, prompts, originals)
+            if not options.explain:
+                for task in tasks:
+                    self._check(task)
         for task in tasks:
             loaded = self._load(task)
             if options.explain:
@@ -115,6 +134,26 @@ class GenerateRun(ProgressListener):
         if options.grid:
             with self.interruption.after_file():
                 self._write_contact_sheet()
+
+    def _check(self, task: GenerateTask) -> None:
+        """Raise an error if the pipeline cannot run the task, or if its result cannot be written."""
+        from anyaccel.generation.media_format import check_output
+        from anyaccel.generation.model_loading import check_device
+        from anyaccel.generation.request_check import check_request
+        from anyaccel.media.formats import default_suffix
+
+        check_device(task.request)
+        interface = check_request(task.request)
+        if interface is None or interface.kind is None:
+            return  # known only after loading
+        self.kind = interface.kind
+        if self.options.grid and self.kind == "audio":
+            raise UsageError(f"{interface.name} generates audio, which has no contact sheet", hint="omit --grid")
+        if self.destination is None:
+            check_output(interface, default_suffix(self.kind), task.request.call, None, self.total)
+        else:
+            suffix = self.destination.choose_suffix(self.kind)
+            check_output(interface, suffix, task.request.call, self.destination.folder, self.total)
 
     def _load(self, task: GenerateTask) -> LoadedModel:
         with gc_paused():
@@ -130,7 +169,8 @@ class GenerateRun(ProgressListener):
             if task.original is None:
                 raise
             raise ModelError(
-                f"the image was generated with {task.original.model}, which cannot be loaded: {error.message}",
+                f"the {task.original.kind} was generated with {task.original.model}, which cannot be loaded: "
+                f"{error.message}",
                 hint=f"pass the Hub ID or folder of this model with --model; {error.hint}",
             ) from error
         if loaded.load_s:
@@ -158,65 +198,82 @@ class GenerateRun(ProgressListener):
         assert task.original is not None
         current = expected_metadata(loaded, *task.request.images[0], task.request.call)
         for difference in find_differences(task.original, current):
-            self.display.print_line(f"warning: {difference}; the image may differ")
+            self.display.print_line(f"warning: {difference}; the {task.original.kind} may differ")
 
     def _print_plan(self, loaded: LoadedModel) -> None:
         self.display.clear()
         plan = loaded.pipe.plan
         _print_json(plan.to_dict()) if self.options.as_json else print(plan)
 
-    def _generate(self, loaded: LoadedModel, task: GenerateTask, prompt: str, seed: int) -> None:
-        """Generate one image and write it."""
+    def _generate(self, loaded: LoadedModel, task: GenerateTask, prompt: str | None, seed: int) -> None:
+        """Generate one image, video or audio and write it."""
         from anyaccel.generation.image import generate_image
 
         index = len(self.finished)
-        self.display.start_phase(
-            f"Generating image {index + 1} of {self.total}" if self.total > 1 else "Generating image"
-        )
+        number = f" {index + 1} of {self.total}" if self.total > 1 else ""
+        self.display.start_phase(f"Generating {self.kind}{number}")
         with self.interruption.at_steps():
             generated = generate_image(loaded, prompt, seed, task.request.call, self)
+            self.display.clear()
+            self.kind = generated.metadata.kind  # type: ignore[assignment]
+            if self.kind == "video":
+                self.display.start_phase(f"Encoding video{number}")
+            encoded = self._encode(generated)
         self.display.clear()
+        if generated.note and generated.note not in self.notes:
+            self.notes.add(generated.note)
+            self.display.print_line(f"note: {generated.note}")
         # Signals wait until the image is in `finished`, so the final count includes every written file.
         with self.interruption.after_file():
-            path = self._write(generated, index)
+            path = self._write(generated, encoded, index)
             self.finished.append((path, generated))
             if path is None:
                 self.display.print_line(f"seed {seed}")
             elif not self.options.as_json:
-                show_image(generated.image, sys.stdout, self.options.show)
+                show_media(generated.media, sys.stdout, self.options.show)
                 _print_result(f"{path}  seed {seed}")
 
-    def _write(self, generated: GeneratedImage, index: int) -> Path | None:
-        """Write an image and return its path, or None if it is written to stdout."""
-        from anyaccel.generation.image_format import encode_image
+    def _encode(self, generated: GeneratedImage) -> EncodedFile | None:
+        """Return the file of a result, or None if only the contact sheet is written to stdout."""
+        from anyaccel.generation.media_format import encode_media
+        from anyaccel.media.formats import default_suffix
 
-        metadata = generated.metadata
         if self.destination is None:
-            if not self.options.grid:
-                _write_to_stdout(encode_image(generated.image, ".png", [metadata]))
+            if self.options.grid:
+                return None
+            suffix = default_suffix(self.kind)
+        else:
+            suffix = self.destination.choose_suffix(self.kind)
+        return encode_media(generated.media, suffix, [generated.metadata], on_frame=self.on_frame)
+
+    def _write(self, generated: GeneratedImage, encoded: EncodedFile | None, index: int) -> Path | None:
+        """Write a result and return its path, or None if it is written to stdout."""
+        metadata = generated.metadata
+        if self.destination is None or encoded is None:
+            if encoded is not None:
+                _write_to_stdout(encoded.content)
             return None
-        content = encode_image(generated.image, self.destination.suffix, [metadata])
-        return self._save(self.destination, self.destination.path_of(index, metadata.prompt, metadata.seed), content)
+        path = self.destination.path_of(index, metadata.prompt, metadata.seed, self.kind)
+        return self._save(self.destination, path, encoded.content, encoded.sidecar)
 
     def _write_contact_sheet(self) -> None:
+        from anyaccel.generation.contact_sheets import make_sheet
         from anyaccel.generation.image_format import encode_image
-        from anyaccel.media.stills import make_contact_sheet
 
         metadata = [generated.metadata for _, generated in self.finished]
         # With several images per prompt, one row per prompt.
         several = len({item.prompt for item in metadata}) > 1 and self.options.count > 1
         columns = self.options.count if several else None
-        sheet = make_contact_sheet([generated.image for _, generated in self.finished], columns)
+        sheet = make_sheet([generated.media for _, generated in self.finished], columns)
         if self.destination is None:
             _write_to_stdout(encode_image(sheet, ".png", metadata))
             return
-        content = encode_image(sheet, self.destination.suffix, metadata)
-        path = self.destination.sheet_path(metadata[0].prompt, metadata[0].seed)
-        self.sheet_path = self._save(self.destination, path, content)
+        path = self.destination.sheet_path(metadata[0].prompt, metadata[0].seed, self.kind)
+        self.sheet_path = self._save(self.destination, path, encode_image(sheet, path.suffix, metadata))
         if not self.options.as_json:
-            _print_result(f"{self.sheet_path}  {len(metadata)} images")
+            _print_result(f"{self.sheet_path}  {len(metadata)} {self._plural()}")
 
-    def _save(self, destination: Destination, path: Path, content: bytes) -> Path:
+    def _save(self, destination: Destination, path: Path, content: bytes, sidecar: bytes | None = None) -> Path:
         """Write a file and return its path; if the file already exists, write to an unused name.
 
         The name conflict is recorded and raised as an error at the end of the run.
@@ -224,11 +281,11 @@ class GenerateRun(ProgressListener):
         from anyaccel.generation.output_files import write_unique
 
         try:
-            return destination.write(path, content)
+            return destination.write(path, content, sidecar)
         except FileExistsError:
-            saved = write_unique(path, content)
+            saved = write_unique(path, content, sidecar)
             self.name_conflict = UsageError(
-                f"{path} was created by another process during the run; the image was saved to {saved}",
+                f"{path} was created by another process during the run; the {self.kind} was saved to {saved}",
                 hint="use --force to overwrite existing files",
             )
             return saved

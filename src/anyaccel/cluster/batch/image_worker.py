@@ -1,15 +1,19 @@
-"""Batch worker: generates images for batch rows with one model on one device."""
+"""Batch worker: generates images, videos or audio for batch rows with one model on one device."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from anyaccel.cluster.batch.rows import BatchRow
 from anyaccel.errors import AnyaccelError
 from anyaccel.progress import ProgressListener
+
+if TYPE_CHECKING:
+    from anyaccel.generation.adapters import Additions
+    from anyaccel.generation.model_loading import LoadedModel
 
 __all__ = ["ImageWorker", "RowFailed", "RowImage", "WorkerFacts", "WorkerSettings"]
 
@@ -53,10 +57,13 @@ class WorkerFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class RowImage:
-    """Image generated for a batch row, encoded as PNG."""
+    """Image, video or audio generated for a batch row, encoded as a file."""
 
     row: int
     content: bytes
+    suffix: str = ".png"
+    sidecar: bytes | None = None
+    """Content of the file with the metadata, if the file cannot contain it."""
     device: str
     dtype: str
     seconds: float
@@ -64,7 +71,7 @@ class RowImage:
 
 @dataclass(frozen=True, kw_only=True)
 class RowFailed:
-    """Error that occurred while generating the image for a batch row."""
+    """Error that occurred while generating the result of a batch row."""
 
     row: int
     error: str
@@ -102,23 +109,24 @@ class ImageWorker:
             speed=settings.speed,
             weights=settings.weights,
         )
-        options = PlacementOptions(dtype=self.request.dtype, speed=settings.speed, weights=settings.weights)
-        self.loaded = load_uncached(self.request, options, ProgressListener())
-        disable_progress_bars(self.loaded.pipe)
-        plan = self.loaded.pipe.plan
+        self.options = PlacementOptions(dtype=self.request.dtype, speed=settings.speed, weights=settings.weights)
+        loaded = load_uncached(self.request, self.options, ProgressListener())
+        self.loaded: LoadedModel | None = loaded
+        disable_progress_bars(loaded.pipe)
+        plan = loaded.pipe.plan
         self.facts = WorkerFacts(
-            pipeline=type(self.loaded.pipe).__name__,
-            parameters=tuple(list_parameters(self.loaded.pipe)),
-            revision=self.loaded.revision,
+            pipeline=type(loaded.pipe).__name__,
+            parameters=tuple(list_parameters(loaded.pipe)),
+            revision=loaded.revision,
             device=plan.device,
             virtual=plan.virtual,
             dtype=plan.dtype.value,
-            rows_per_call=settings.rows_per_call or _choose_rows_per_call(self.loaded.pipe),
-            load_s=round(self.loaded.load_s, 3),
+            rows_per_call=settings.rows_per_call or _choose_rows_per_call(loaded.pipe),
+            load_s=round(loaded.load_s, 3),
         )
 
     def generate(self, rows: Sequence[BatchRow]) -> list[RowImage | RowFailed]:
-        """Generate images for rows with the same call arguments in one pipeline call.
+        """Generate the results of rows with the same call arguments, images in one pipeline call.
 
         If the call fails, each row is retried in its own call.
         """
@@ -132,19 +140,53 @@ class ImageWorker:
         return [outcome for row in rows for outcome in self.generate([row])]
 
     def _generate(self, rows: Sequence[BatchRow]) -> list[RowImage | RowFailed]:
+        from anyaccel.generation.adapters import read_additions
         from anyaccel.generation.image import generate_images
-        from anyaccel.generation.image_format import encode_image
+        from anyaccel.generation.input_files import read_inputs
+        from anyaccel.generation.media_format import encode_media
+        from anyaccel.media.formats import default_suffix
+        from anyaccel.media.types import kind_of
 
         start = time.perf_counter()
-        call = {**self.request.call, **rows[0].call}
-        images = generate_images(self.loaded, [row.prompt for row in rows], [row.seed for row in rows], call)
-        contents = [encode_image(image.image, ".png", [image.metadata]) for image in images]
+        loaded = self._find_loaded(read_additions(**rows[0].additions))
+        call = {**self.request.call, **read_inputs(rows[0].call)}
+        results = generate_images(loaded, [row.prompt for row in rows], [row.seed for row in rows], call)
+        suffixes = [default_suffix(kind_of(result.media)) for result in results]
+        files = [
+            encode_media(result.media, suffix, [result.metadata])
+            for result, suffix in zip(results, suffixes, strict=True)
+        ]
         seconds = round((time.perf_counter() - start) / len(rows), 4)
         facts = self.facts
         return [
-            RowImage(row=row.number, content=content, device=facts.device, dtype=facts.dtype, seconds=seconds)
-            for row, content in zip(rows, contents, strict=True)
+            RowImage(
+                row=row.number,
+                content=file.content,
+                suffix=suffix,
+                sidecar=file.sidecar,
+                device=facts.device,
+                dtype=facts.dtype,
+                seconds=seconds,
+            )
+            for row, file, suffix in zip(rows, files, suffixes, strict=True)
         ]
+
+    def _find_loaded(self, additions: Additions) -> LoadedModel:
+        """Return the model with the LoRAs, IP-Adapters, ControlNets and the scheduler of a row."""
+        from anyaccel.generation.model_loading import change_additions, load_uncached
+        from anyaccel.upstream.modular_blocks import disable_progress_bars
+
+        if self.loaded is not None and self.loaded.additions == additions:
+            return self.loaded
+        # None until the additions are complete: after an error, the model may have some of them.
+        before, self.loaded = self.loaded, None
+        loaded = None if before is None else change_additions(before, additions)
+        del before  # before loading, because two models may not fit into memory
+        if loaded is None:
+            loaded = load_uncached(replace(self.request, additions=additions), self.options, ProgressListener())
+            disable_progress_bars(loaded.pipe)
+        self.loaded = loaded
+        return loaded
 
 
 def _device_name(settings: WorkerSettings) -> str:

@@ -16,8 +16,12 @@ from typing import IO, Any
 
 from anyaccel.cluster.batch.rows import BatchRow
 from anyaccel.errors import AnyaccelError, UsageError, summarize_error
+from anyaccel.generation.adapters import read_additions
 from anyaccel.generation.image_format import read_metadata
+from anyaccel.generation.inputs import INPUT_PARAMETERS
 from anyaccel.generation.output_files import make_stem, write_output_file
+from anyaccel.generation.recorded_files import record_adapters
+from anyaccel.media.output import find_sidecar
 from anyaccel.storage.atomic_write import remove_temporary_files
 from anyaccel.storage.file_lock import lock_file
 
@@ -27,6 +31,8 @@ __all__ = ["OutputFolder"]
 _RUN, _MANIFEST, _LOCK, _IMAGES = "run.json", "manifest.jsonl", ".lock", "images"
 # Name of the image folder in version 0.1.
 _V0_1_IMAGES = "pictures"
+# Suffixes of the files: of images, of videos with and without PyAV, and of audio.
+_SUFFIXES = (".png", ".mp4", ".webp", ".wav")
 _FORMAT = 1
 _FREE_SPACE = "free disk space, then run the same command again; finished images are reused"
 
@@ -83,9 +89,9 @@ class OutputFolder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def image_path(self, row: BatchRow) -> Path:
-        """Return the path of the image file for a batch row."""
-        return self._images / f"{row.number:06}-{make_stem(row.prompt)}-{row.seed}.png"
+    def image_path(self, row: BatchRow, suffix: str = ".png") -> Path:
+        """Return the path of the file for a batch row."""
+        return self._images / f"{row.number:06}-{make_stem(row.prompt)}-{row.seed}{suffix}"
 
     def record_once(self, name: str, value: Any) -> Any:
         """Store a value in `run.json` unless `name` is already set; return the stored value."""
@@ -105,9 +111,19 @@ class OutputFolder:
                 unfinished.append(row)
         return unfinished
 
-    def add_image(self, row: BatchRow, content: bytes, facts: Mapping[str, Any]) -> None:
-        """Write an image and its manifest line."""
-        path = self.image_path(row)
+    def add_image(
+        self,
+        row: BatchRow,
+        content: bytes,
+        facts: Mapping[str, Any],
+        suffix: str = ".png",
+        sidecar: bytes | None = None,
+    ) -> None:
+        """Write a file, the one with its metadata if it has one, and its manifest line."""
+        path = self.image_path(row, suffix)
+        # First, because the next run recognizes a file without a manifest line by its metadata.
+        if sidecar is not None:
+            self._write(find_sidecar(path), sidecar)
         self._write(path, content)
         self._add(row, {**self._path_and_digest(path, content), **facts})
 
@@ -204,16 +220,22 @@ class OutputFolder:
 
         The metadata in the image file must match the row and the run.
         """
-        path = self.image_path(row)
-        if not path.exists():
+        path = next((path for suffix in _SUFFIXES if (path := self.image_path(row, suffix)).exists()), None)
+        if path is None:
             return False
         try:
             (metadata,) = read_metadata(path)
             arguments = metadata.arguments()
+            adapters = record_adapters(read_additions(**row.additions).adapters)
         except (UsageError, ValueError):
             return False
         expected = {"prompt": row.prompt, "seed": row.seed, **row.call}
-        if any(arguments.get(name) != value for name, value in expected.items()) or metadata.model != self.run["model"]:
+        values = {name: _expand_paths(name, value) for name, value in arguments.items()}
+        if any(values.get(name) != _expand_paths(name, value) for name, value in expected.items()):
+            return False
+        if metadata.model != self.run["model"] or list(metadata.adapters) != list(adapters):
+            return False
+        if metadata.requested_scheduler != read_additions(**row.additions).scheduler:
             return False
         if metadata.weights != self.run.get("weights"):
             return False
@@ -234,7 +256,7 @@ class OutputFolder:
             raise AnyaccelError(error.message, hint=_FREE_SPACE) from error
 
     def _add(self, row: BatchRow, facts: Mapping[str, Any]) -> None:
-        entry = {"row": row.number, "prompt": row.prompt, "seed": row.seed, **row.call, **facts}
+        entry = {"row": row.number, "prompt": row.prompt, "seed": row.seed, **row.call, **row.additions, **facts}
         try:
             self._file.write(_as_line(entry))
             self._file.flush()
@@ -246,6 +268,13 @@ class OutputFolder:
                 hint=_FREE_SPACE,
             ) from error
         self.entries[row.number] = entry
+
+
+def _expand_paths(name: str, value: Any) -> Any:
+    """Return the paths of an input as a list, without `~`; return other arguments unchanged."""
+    if name not in INPUT_PARAMETERS:
+        return value
+    return [str(Path(str(item)).expanduser()) for item in (value if isinstance(value, list) else [value])]
 
 
 def _is_empty_image_folder(path: Path) -> bool:

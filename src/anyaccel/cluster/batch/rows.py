@@ -1,4 +1,4 @@
-"""Batch rows, read from a JSONL file: each line has a prompt and optional pipeline arguments."""
+"""Batch rows, read from a JSONL file: each line has a prompt, and optional inputs, adapters and pipeline arguments."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any
 
 from anyaccel.call_limits import SIDES, check_side, check_steps, read_seed
 from anyaccel.errors import UsageError, nearest
+from anyaccel.generation.durations import DURATION_OPTIONS, check_duration
+from anyaccel.generation.inputs import GENERIC_INPUTS, INPUT_PARAMETERS
 
 __all__ = ["BatchRow", "check_parameters", "read_rows"]
 
@@ -20,29 +22,37 @@ __all__ = ["BatchRow", "check_parameters", "read_rows"]
 _UNSUPPORTED = {
     "generator": "set seed instead",
     "num_images_per_prompt": "write one row per image, each with its own seed",
-    "output_type": "a batch always writes images",
-    "return_dict": "a batch always writes images",
+    "num_videos_per_prompt": "write one row per video, each with its own seed",
+    "num_waveforms_per_prompt": "write one row per audio file, each with its own seed",
+    "output_type": "a batch always writes files",
+    "return_dict": "a batch always writes files",
     "callback_on_step_end": "JSON cannot contain a function",
 }
+# Names of the options of `anyaccel generate`, which rows can have as well.
+_SHORT_NAMES = {"mask": "mask_image", "control": "control_image", "ip_image": "ip_adapter_image"}
+# Keys of LoRAs, IP-Adapters, ControlNets and the scheduler.
+_ADDITIONS = ("lora", "ip_adapter", "controlnet", "scheduler")
 _MAX_REPORTED = 5
 _EXAMPLE = 'write one JSON object per line, for example {"prompt": "a red apple", "seed": 7}'
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRow:
-    """A line of the input file, which describes one image to generate."""
+    """A line of the input file, which describes one image, video or audio to generate."""
 
     number: int
     """Line number, starting at 1; blank lines count."""
     prompt: str
     seed: int
     call: Mapping[str, Any] = field(default_factory=dict)
-    """Other arguments of the pipeline's call."""
+    """Other arguments of the pipeline's call; the paths of inputs are absolute."""
+    additions: Mapping[str, Any] = field(default_factory=dict)
+    """LoRAs, IP-Adapters, ControlNets and the scheduler; the paths are absolute."""
 
     @functools.cached_property
     def shape(self) -> str:
         """Pipeline arguments as a JSON string; rows with equal strings can share a pipeline call."""
-        return json.dumps(self.call, sort_keys=True)
+        return json.dumps([self.call, self.additions], sort_keys=True)
 
 
 def read_rows(source: str) -> tuple[list[BatchRow], str]:
@@ -50,15 +60,16 @@ def read_rows(source: str) -> tuple[list[BatchRow], str]:
 
     Raises UsageError if there are no rows, or with a list of the first invalid lines. A row without a
     seed gets one that depends only on its line number and prompt, so a resumed batch generates the same
-    image.
+    image. Paths of inputs and adapters are relative to the folder of the file, or the current folder for stdin.
     """
     content, name = _read(source), "stdin" if source == "-" else source
+    folder = Path.cwd() if source == "-" else Path(source).expanduser().absolute().parent
     rows, problems = [], []
     for number, line in enumerate(content.split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            rows.append(_read_row(number, line))
+            rows.append(_read_row(number, line, folder))
         except ValueError as error:  # UsageError is a ValueError
             problems.append(f"line {number}: {error.message if isinstance(error, UsageError) else error}")
     if problems:
@@ -71,7 +82,9 @@ def read_rows(source: str) -> tuple[list[BatchRow], str]:
 
 def check_parameters(rows: Iterable[BatchRow], parameters: Iterable[str], pipeline: str) -> None:
     """Raise UsageError if a row has an argument that the pipeline does not accept."""
-    names = [name for name in parameters if name not in _UNSUPPORTED]
+    # Inputs may select another pipeline class; whether it takes them is checked for each row.
+    general = (*GENERIC_INPUTS, *DURATION_OPTIONS, "strength")
+    names = list(dict.fromkeys([name for name in parameters if name not in _UNSUPPORTED] + list(general)))
     unknown = [(row.number, name) for row in rows for name in row.call if name not in names]
     if unknown:
         listed = "\n".join(
@@ -95,7 +108,7 @@ def _read(source: str) -> bytes:
         ) from error
 
 
-def _read_row(number: int, line: bytes) -> BatchRow:
+def _read_row(number: int, line: bytes, folder: Path) -> BatchRow:
     try:
         # Editors on Windows write a byte order mark at the start of the file.
         fields = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"), parse_constant=_reject_constant)
@@ -107,7 +120,9 @@ def _read_row(number: int, line: bytes) -> BatchRow:
         raise ValueError("the JSON is nested too deeply") from error
     if not isinstance(fields, dict):
         raise ValueError("not a JSON object")
-    prompt = fields.pop("prompt", None)
+    fields = {_SHORT_NAMES.get(name, name): value for name, value in fields.items()}
+    # A model without a prompt may have only an input.
+    prompt = fields.pop("prompt", "" if set(fields) & set(INPUT_PARAMETERS) else None)
     if not isinstance(prompt, str):
         raise ValueError(f"prompt must be a string, not {json.dumps(prompt)[:60]}" if prompt else "prompt is missing")
     _check_values({"prompt": prompt, **fields})
@@ -118,7 +133,30 @@ def _read_row(number: int, line: bytes) -> BatchRow:
     if seed is None:
         # Not `hash`, which is salted per process.
         seed = int.from_bytes(hashlib.sha256(f"{number}\0{prompt}".encode()).digest()[:4], "big")
-    return BatchRow(number=number, prompt=prompt, seed=read_seed(seed), call=fields)
+    additions = {name: _find_files(fields.pop(name), folder, name) for name in _ADDITIONS if name in fields}
+    call = {
+        name: _find_files(value, folder, name) if name in INPUT_PARAMETERS else value for name, value in fields.items()
+    }
+    return BatchRow(number=number, prompt=prompt, seed=read_seed(seed), call=call, additions=additions)
+
+
+def _find_files(value: Any, folder: Path, name: str) -> Any:
+    """Return a path, or a list of paths, relative to a folder; raise ValueError if an input does not exist."""
+    if isinstance(value, list):
+        return [_find_files(item, folder, name) for item in value]
+    if not isinstance(value, str) or name == "scheduler":
+        return value
+    path = folder / Path(value).expanduser()
+    if name in INPUT_PARAMETERS:
+        if not path.exists():
+            raise ValueError(f"the file {value} of {name} does not exist")
+        return str(path)
+    # An adapter may be a Hub ID, and may end with a weight.
+    head, colon, tail = value.rpartition(":")
+    weighted = folder / Path(head).expanduser() if colon else path
+    if path.exists():
+        return str(path)
+    return f"{weighted}:{tail}" if colon and weighted.exists() else value
 
 
 def _reject_constant(text: str) -> Any:
@@ -143,3 +181,5 @@ def _check_values(call: Mapping[str, Any]) -> None:
             check_side(name, value)
         if name == "num_inference_steps" and value is not None:
             check_steps(value)
+        if name in DURATION_OPTIONS and value is not None:
+            check_duration(name, value)

@@ -160,7 +160,7 @@ class BatchRun:
 
     def _save_image(self, task: _RowTask, image: RowImage, worker: int) -> None:
         facts = {"device": image.device, "dtype": image.dtype, "seconds": image.seconds, "worker": worker}
-        self.folder.add_image(task.row, image.content, facts)
+        self.folder.add_image(task.row, image.content, facts, image.suffix, image.sidecar)
         self.generated += 1
         self._finish_row()
 

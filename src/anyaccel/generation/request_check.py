@@ -1,0 +1,73 @@
+"""Checks of a generation request that need the class of the pipeline, but not its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from anyaccel.errors import MissingLibraryError, UsageError
+from anyaccel.generation.adapters import Additions
+from anyaccel.generation.call_validation import check_outputs, map_call
+from anyaccel.generation.inputs import find_parameter
+from anyaccel.generation.pipeline_interface import PipelineInterface, find_interface
+from anyaccel.generation.request import GenerationRequest
+from anyaccel.generation.schedulers import choose_scheduler
+from anyaccel.generation.tasks import check_task
+from anyaccel.upstream.prompt_cleaning import needs_ftfy
+
+__all__ = ["check_request"]
+
+
+def check_request(request: GenerationRequest) -> PipelineInterface | None:
+    """Return the interface of the pipeline that a request uses, or None if it is known only after loading.
+
+    Raise UsageError if the pipeline cannot run the request.
+    """
+    interface = find_interface(request.model)
+    if interface is None:
+        return None
+    additions = request.additions
+    _check_additions(interface, additions, request.call)
+    found = check_task(interface, request.call, controlnet=bool(additions.controlnets))
+    check_outputs(found)
+    for prompt, _ in request.images[:1]:
+        has_prompt = "prompt" in found.parameters and prompt is not None
+        map_call(found, request.call, prompt=has_prompt or bool(prompt))
+        if has_prompt and found.pipeline_class is not None and needs_ftfy(found.pipeline_class):
+            raise MissingLibraryError(
+                f"{found.name} requires ftfy to clean prompts, which is not installed", hint="pip install ftfy"
+            )
+    return found
+
+
+def _check_additions(interface: PipelineInterface, additions: Additions, call: Mapping[str, Any]) -> None:
+    """Raise UsageError if a pipeline does not support an adapter, or if its input is missing."""
+    kind: Any = interface.pipeline_class
+    if additions.loras and kind is not None and not hasattr(kind, "load_lora_weights"):
+        raise UsageError(f"{interface.name} does not support LoRA", hint="omit --lora")
+    if additions.ip_adapters and kind is not None and not hasattr(kind, "load_ip_adapter"):
+        raise UsageError(f"{interface.name} does not support IP-Adapters", hint="omit --ip-adapter")
+    images = call.get("ip_adapter_image")
+    if additions.ip_adapters and images is None and call.get("ip_adapter_image_embeds") is None:
+        raise UsageError("an IP-Adapter requires an image", hint="add --ip-image PATH (in Python ip_adapter_image=…)")
+    if (
+        images is not None
+        and not additions.ip_adapters
+        and not (kind is None or "image_encoder" in interface.components)
+    ):
+        raise UsageError(
+            "an image for an IP-Adapter requires the IP-Adapter", hint="add --ip-adapter PATH (in Python ip_adapter=…)"
+        )
+    has_control = call.get("control_image") is not None
+    if additions.controlnets and not has_control:
+        raise UsageError("a ControlNet requires an image", hint="add --control PATH (in Python control_image=…)")
+    parameter = find_parameter("control_image", interface.parameters, interface.components)
+    if has_control and not additions.controlnets and parameter is None:
+        raise UsageError(
+            f"{interface.name} does not take a control image without a ControlNet",
+            hint="add --control-model MODEL (in Python controlnet=…)",
+        )
+    if additions.scheduler is not None:
+        current = interface.components.get("scheduler")
+        if current is not None:
+            choose_scheduler(additions.scheduler, current)
