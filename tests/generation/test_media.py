@@ -71,7 +71,7 @@ def test_audio_equals_that_of_stock_diffusers() -> None:
 
 def test_modular_video_equals_that_of_stock_diffusers() -> None:
     model = save_model("ltx-modular")
-    call = {"width": 32, "height": 32, "max_sequence_length": 32}
+    call: dict[str, Any] = {"width": 32, "height": 32, "max_sequence_length": 32}
     (video,) = generate("a red fox", model, frames=9, **CPU, **call).videos
     pipe = LIBRARY.ModularPipeline.from_pretrained(model)
     pipe.load_components()
@@ -81,7 +81,7 @@ def test_modular_video_equals_that_of_stock_diffusers() -> None:
 
 def test_modular_video_with_audio() -> None:
     model = save_model("ltx-2-modular")
-    call = {"width": 32, "height": 32, "max_sequence_length": 16}
+    call: dict[str, Any] = {"width": 32, "height": 32, "max_sequence_length": 16}
     (video,) = generate("a red fox", model, frames=5, fps=24, **CPU, **call).videos
     assert (len(video), video.fps) == (5, 24)
     assert video.audio is not None

@@ -73,9 +73,10 @@ def bench_models(
             raise UsageError(f"{option} must be at least 1, not {value}", hint=f"omit {option} to use the default")
     if steps is not None:
         check_steps(steps, hint="for example --steps 20; omit the option to use the default of the pipeline")
-    for name, value in (("frames", frames), ("seconds", seconds), ("fps", fps)):
-        if value is not None:
-            check_duration(name, value)
+    lengths = {"frames": frames, "seconds": seconds, "fps": fps}
+    for name, length in lengths.items():
+        if length is not None:
+            check_duration(name, length)
     check_weights(weights)
     # Imports torch, which takes seconds, so check the options first.
     from anyaccel.backends.device import open_device
@@ -83,7 +84,6 @@ def bench_models(
     from anyaccel.bench.text import format_bench
 
     width, height = parse_image_size(size) if size else (None, None)
-    lengths = {"frames": frames, "seconds": seconds, "fps": fps}
     arguments: dict[str, Any] = {"width": width, "height": height, "num_inference_steps": steps, **lengths}
     call = {name: value for name, value in arguments.items() if value is not None}
     opened = open_device(device)
