@@ -6,6 +6,7 @@ from typing import Any
 import numpy
 import pytest
 
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.generation.adapters import parse_adapter
 from anyaccel.generation.generate import generate
@@ -68,17 +69,24 @@ def test_controlnet(controlnet: str) -> None:
     result = generate("a red fox", model, controlnet=controlnet, control_image=control, **CPU)
     expected = call_pipe(LIBRARY.AutoPipelineForText2Image.from_pipe(base, controlnet=net), image=control)
     assert numpy.array_equal(pixels(result[0]), pixels(expected.images[0]))
-    inputs = {"image": make_image(), "mask_image": make_mask(), "control_image": control, "strength": 1.0}
+    inputs: dict[str, Any] = {
+        "image": make_image(),
+        "mask_image": make_mask(),
+        "control_image": control,
+        "strength": 1.0,
+    }
     result = generate("a red fox", model, controlnet=controlnet, **inputs, **CPU)
     expected = call_pipe(LIBRARY.AutoPipelineForInpainting.from_pipe(base, controlnet=net), **inputs)
     assert numpy.array_equal(pixels(result[0]), pixels(expected.images[0]))
     assert result.metadata[0].pipeline == "StableDiffusionControlNetInpaintPipeline"
+    with pytest.raises(UsageError, match="1 of --control-model requires 1 of --control, not 2"):
+        generate("a red fox", model, controlnet=controlnet, control_image=[control, control], **CPU)
     with pytest.raises(UsageError, match="a ControlNet requires an image"):
         generate("a red fox", model, controlnet=controlnet, **CPU)
 
 
 def test_ip_adapter(ip_adapter: str) -> None:
-    model, image = save_model(IP), make_image(6, 32)
+    model, image, control = save_model(IP), make_image(6, 32), make_image(7, 32)
     base = load_stock(model)
     result = generate("a red fox", model, ip_adapter=f"{ip_adapter}:0.7", ip_adapter_image=image, **CPU)
     path = Path(ip_adapter)
@@ -86,6 +94,11 @@ def test_ip_adapter(ip_adapter: str) -> None:
     base.set_ip_adapter_scale(0.7)
     expected = call_pipe(base, ip_adapter_image=image)
     assert numpy.array_equal(pixels(result[0]), pixels(expected.images[0]))
+    several = generate("a red fox", model, ip_adapter=f"{ip_adapter}:0.7", ip_adapter_image=[image, control], **CPU)
+    expected = call_pipe(base, ip_adapter_image=[[image, control]])
+    assert numpy.array_equal(pixels(several[0]), pixels(expected.images[0]))
+    with pytest.raises(UsageError, match="2 of --ip-adapter require 2 of --ip-image, not 1"):
+        generate("a red fox", model, ip_adapter=[ip_adapter, ip_adapter], ip_adapter_image=image, **CPU)
     with pytest.raises(UsageError, match="an IP-Adapter requires an image"):
         generate("a red fox", model, ip_adapter=ip_adapter, **CPU)
 
@@ -114,7 +127,7 @@ def test_scheduler(name: str, kind: str, changes: dict[str, Any]) -> None:
 
 def test_all_additions_together(lora: str, controlnet: str) -> None:
     model, control = save_model(SD), make_image(4)
-    inputs = {"image": make_image(), "control_image": control, "strength": 0.6}
+    inputs: dict[str, Any] = {"image": make_image(), "control_image": control, "strength": 0.6}
     result = generate("a red fox", model, lora=lora, controlnet=controlnet, scheduler="ddim", **inputs, **CPU)
     pipe = load_stock(model)
     pipe.load_lora_weights(lora)
@@ -124,6 +137,18 @@ def test_all_additions_together(lora: str, controlnet: str) -> None:
     assert numpy.array_equal(pixels(result[0]), pixels(expected.images[0]))
     assert [item["kind"] for item in result.metadata[0].adapters] == ["lora", "controlnet"]
     assert generate(**{**result.metadata[0].arguments(["image", "control_image"]), **inputs})[0] == result[0]
+
+
+def test_additions_on_a_virtual_device(lora: str, controlnet: str) -> None:
+    model = save_model(SD)
+    call: dict[str, Any] = {"lora": f"{lora}:0.5", "controlnet": controlnet, "scheduler": "euler"}
+    call |= {"image": make_image(), "control_image": make_image(4), "strength": 0.6}
+    expected = pixels(generate("a red fox", model, **CPU, **call)[0]).astype(int)
+
+    def use(_: Any) -> Any:
+        return pixels(generate("a red fox", model, **{**CPU, "device": "neuron"}, **call)[0]).astype(int)
+
+    assert numpy.abs(run_forked("neuron", use) - expected).max() <= 2
 
 
 @pytest.mark.parametrize(
@@ -175,8 +200,9 @@ def test_unsuitable_additions_are_rejected(arguments: dict[str, Any], message: s
 def test_pipelines_without_support(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"x")
     for argument, message in (("lora", "does not support LoRA"), ("ip_adapter", "does not support IP-Adapters")):
+        call: dict[str, Any] = {argument: str(tmp_path / "a.safetensors")}
         with pytest.raises(UsageError, match=message):
-            generate("a red fox", save_model("stable-audio"), **CPU, **{argument: str(tmp_path / "a.safetensors")})
+            generate("a red fox", save_model("stable-audio"), **CPU, **call)
     with pytest.raises(UsageError, match="FlowMatchEulerDiscreteScheduler"):
         generate("a red fox", save_model("flux-2-klein"), scheduler="ddim", **CPU)
 

@@ -19,7 +19,7 @@ def call(
     options: dict[str, Any] | None = None,
     text: str | list[str] = "",
     unknown: Any = None,
-    untyped=None,  # type: ignore[no-untyped-def]
+    untyped: "str" = "",
     callback: Callable[[int], None] | None = None,
 ) -> None: ...
 

@@ -80,7 +80,7 @@ def test_result_contains_metadata(result: Result, model: str) -> None:
 
 
 def test_notebook_shows_the_result(result: Result, tmp_path: Path) -> None:
-    (tmp_path / "shown.png").write_bytes(result._repr_png_())
+    (tmp_path / "shown.png").write_bytes(result._repr_png_() or b"")
     assert read_metadata(tmp_path / "shown.png") == result.metadata
     with Image.open(tmp_path / "shown.png") as sheet:
         assert sheet.width > 2 * 16

@@ -51,7 +51,7 @@ def test_image_to_image(image: Path) -> None:
 
 def test_inpainting(image: Path, mask: Path) -> None:
     model = save_model(SD)
-    call = {"width": SIZE, "height": SIZE, "strength": 1.0}
+    call: dict[str, Any] = {"width": SIZE, "height": SIZE, "strength": 1.0}
     result = generate("a red fox", model, image=image, mask_image=mask, **CPU, **call)
     arguments = {"image": make_image(), "mask_image": make_mask(), **call}
     expected = call_stock(model, "AutoPipelineForInpainting", **arguments).images[0]
@@ -62,7 +62,7 @@ def test_several_images_of_an_edit_pipeline(image: Path, tmp_path: Path) -> None
     model, second = save_model("flux-2-klein"), tmp_path / "second.png"
     make_image(0, 64).save(image)  # the smallest size that the pipeline accepts
     make_image(1, 64).save(second)
-    call = {name: value for name, value in recipes()["flux-2-klein"].call().items() if name in NEEDED}
+    call: dict[str, Any] = {name: value for name, value in recipes()["flux-2-klein"].call().items() if name in NEEDED}
     result = generate("a red fox", model, image=[image, second], **CPU, **call)
     expected = call_stock(model, image=[make_image(0, 64), make_image(1, 64)], **call).images[0]
     assert numpy.array_equal(pixels(result[0]), pixels(expected))
@@ -76,7 +76,7 @@ def test_several_images_of_an_edit_pipeline(image: Path, tmp_path: Path) -> None
 
 def test_image_to_video(image: Path) -> None:
     model = save_model("wan-image-to-video")
-    call = {**WAN, **read_embeds("wan-image-to-video")}
+    call: dict[str, Any] = {**WAN, **read_embeds("wan-image-to-video")}
     result = generate(None, model, image=image, frames=5, **CPU, **call)
     stock = call_stock(model, prompt=None, num_frames=5, image=make_image(), output_type="pil", **call)
     assert numpy.array_equal(pixels(result.videos[0].frames), pixels(stock.frames[0]))
@@ -112,7 +112,7 @@ def test_video_to_video(tmp_path: Path) -> None:
     folder.mkdir()
     for index, frame in enumerate(frames):
         frame.save(folder / f"{index}.png")
-    call = {**WAN, **read_embeds("wan-video-to-video"), "strength": 1.0}
+    call: dict[str, Any] = {**WAN, **read_embeds("wan-video-to-video"), "strength": 1.0}
     expected = call_stock(model, prompt=None, video=frames, output_type="pil", **call).frames[0]
     for value in (folder, frames, Video(frames, 16)):
         result = generate(None, model, video=value, **CPU, **call)
@@ -124,7 +124,7 @@ def test_audio_input_of_a_text_to_audio_model() -> None:
     audio: torch.Tensor = recipes()["stable-audio-3-audio-to-audio"].call()["audio"]
     pipe = LIBRARY.StableAudio3AudioToAudioPipeline.from_pretrained(model)
     rate = pipe.vae.config.sampling_rate
-    call = {"init_noise_level": 0.5}
+    call: dict[str, Any] = {"init_noise_level": 0.5}
     result = generate("a red fox", model, audio=Audio(audio[0].numpy(), rate), seconds=2, **CPU, **call)
     expected = call_pipe(pipe, audio=audio, duration=2.0, **call).audios[0].numpy()
     assert numpy.array_equal(result.audios[0].samples, expected)

@@ -1,5 +1,6 @@
 """Encoding and decoding: content, frame rate, length, metadata and determinism in every format."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from PIL import Image
 
 from anyaccel.errors import UsageError
+from anyaccel.media import video_files
 from anyaccel.media.decode import decode_audio, decode_image, decode_video, read_document
 from anyaccel.media.encode import encode
 from anyaccel.media.formats import SUFFIXES
@@ -37,6 +39,18 @@ def test_video_has_the_same_frames_and_frame_rate(suffix: str, fps: float) -> No
     for frame, expected in zip(decoded.frames, video.frames, strict=True):
         assert frame.mode == "RGB"
         assert measure_psnr(frame, expected) > MIN_PSNR_DB[suffix]
+
+
+def test_webm_has_av1_if_vp9_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    av1 = dataclasses.replace(SUFFIXES[".webm"], video_encoders=("libnonexistent", "libsvtav1"))
+    monkeypatch.setattr(video_files, "SUFFIXES", {".webm": av1})
+    video = make_video(6, width=65)
+    contents = {encode(video, ".webm", document=DOCUMENT) for _ in range(3)}
+    assert len(contents) == 1
+    decoded = decode_video(contents.pop(), **LIMITS)
+    assert (len(decoded), decoded.fps, decoded.width) == (6, 24, 66)
+    for frame, expected in zip(decoded.frames, video.frames, strict=True):
+        assert measure_psnr(frame.crop((0, 0, 65, 48)), expected) > 35
 
 
 @pytest.mark.parametrize("suffix", [".mp4", ".webm"])

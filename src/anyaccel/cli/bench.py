@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,26 +65,14 @@ def bench_models(
     requires an input image gets a color gradient. The exit status is 1 if an anyaccel variant fails; a failed stock
     variant is only shown in the table.
     """
-    if against not in _BASELINES:
-        raise UsageError(
-            f"unknown value {against!r} for --against", hint=f"use one of {', '.join(_BASELINES)}, or omit the option"
-        )
-    for option, value in (("--rounds", rounds), ("--images", images)):
-        if value < 1:
-            raise UsageError(f"{option} must be at least 1, not {value}", hint=f"omit {option} to use the default")
-    if steps is not None:
-        check_steps(steps, hint="for example --steps 20; omit the option to use the default of the pipeline")
-    for name, value in (("frames", frames), ("seconds", seconds), ("fps", fps)):
-        if value is not None:
-            check_duration(name, value)
-    check_weights(weights)
+    lengths = {"frames": frames, "seconds": seconds, "fps": fps}
+    _check_options(against, rounds, images, steps, weights, lengths)
     # Imports torch, which takes seconds, so check the options first.
     from anyaccel.backends.device import open_device
     from anyaccel.bench.bench import run_together
     from anyaccel.bench.text import format_bench
 
     width, height = parse_image_size(size) if size else (None, None)
-    lengths = {"frames": frames, "seconds": seconds, "fps": fps}
     arguments: dict[str, Any] = {"width": width, "height": height, "num_inference_steps": steps, **lengths}
     call = {name: value for name, value in arguments.items() if value is not None}
     opened = open_device(device)
@@ -106,6 +95,25 @@ def bench_models(
         print("\n".join(format_bench(rows)))
     if any("error" in row or "error" in row["variants"][name] for row in rows for name in ours):
         raise typer.Exit(1)
+
+
+def _check_options(
+    against: str, rounds: int, images: int, steps: int | None, weights: str | None, lengths: Mapping[str, float | None]
+) -> None:
+    """Raise UsageError if an option is out of range."""
+    if against not in _BASELINES:
+        raise UsageError(
+            f"unknown value {against!r} for --against", hint=f"use one of {', '.join(_BASELINES)}, or omit the option"
+        )
+    for option, value in (("--rounds", rounds), ("--images", images)):
+        if value < 1:
+            raise UsageError(f"{option} must be at least 1, not {value}", hint=f"omit {option} to use the default")
+    if steps is not None:
+        check_steps(steps, hint="for example --steps 20; omit the option to use the default of the pipeline")
+    for name, length in lengths.items():
+        if length is not None:
+            check_duration(name, length)
+    check_weights(weights)
 
 
 def _make_cases(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -56,7 +57,9 @@ def find_frame_parameter(parameters: Collection[str]) -> str | None:
     return next((name for name in _FRAMES if name in parameters), None)
 
 
-def assign_durations(pipeline: str, parameters: Collection[str], call: Mapping[str, Any], pipe: Any) -> dict[str, Any]:
+def assign_durations(
+    pipeline: str, parameters: Mapping[str, inspect.Parameter], call: Mapping[str, Any], pipe: Any
+) -> dict[str, Any]:
     """Return the call with `frames`, `fps` and `seconds` as arguments of the pipeline.
 
     `seconds` is the duration of audio, or the frame count divided by the frame rate. The frame count is rounded to one
@@ -82,7 +85,7 @@ def assign_durations(pipeline: str, parameters: Collection[str], call: Mapping[s
         if call.get("frames") is not None:
             raise UsageError("--seconds and --frames cannot be combined", hint="pass one of them")
         fps, _ = choose_frame_rate(pipeline, parameters, call)
-        arguments[frames] = round_frames(pipe, max(1, round(seconds * fps)), parameters[frames].default)  # type: ignore[call-overload,index]
+        arguments[frames] = round_frames(pipe, max(1, round(seconds * fps)), parameters[frames].default)
     elif duration is not None:
         arguments[duration] = float(seconds)
     else:

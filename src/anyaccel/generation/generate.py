@@ -126,7 +126,8 @@ class Result:
         png = self._repr_png_()
         if png is not None:
             yield f'<img src="data:image/png;base64,{base64.b64encode(png).decode()}" alt="{caption}">'
-        for media in (*self.videos, *self.audios):
+        shown: list[Media] = [*self.videos, *self.audios]
+        for media in shown:
             suffix = default_suffix(kind_of(media))
             data = base64.b64encode(encode_media(media, suffix, self.metadata[:1]).content).decode()
             url = f"data:{SUFFIXES[suffix].media_type};base64,{data}"

@@ -32,7 +32,14 @@ from anyaccel.quantized_weights.quantize import read_error
 from anyaccel.runtime.introspection import find_components, find_models, plain_class
 from anyaccel.runtime.placement_state import find_options
 
-__all__ = ["GeneratedImage", "describe_result", "expected_metadata", "generate_image", "generate_images"]
+__all__ = [
+    "GeneratedImage",
+    "describe_result",
+    "expected_metadata",
+    "generate_image",
+    "generate_images",
+    "group_ip_images",
+]
 
 # Packages that can change an image from one version to the next.
 _PACKAGES = ("anyaccel", "diffusers", "torch", "transformers")
@@ -91,6 +98,7 @@ def generate_images(
     has_prompt = "prompt" in interface.parameters and prompts[0] is not None
     mapped = map_call(interface, call, prompt=has_prompt or bool(prompts[0]))
     check_size(pipe, mapped)
+    mapped |= group_ip_images(mapped, len(loaded.additions.ip_adapters))
     arguments = {**({"prompt": prompts[0]} if has_prompt else {}), "seed": seeds[0], **mapped}
     if count > 1:
         # Pipelines require one negative prompt per prompt, and reject a string next to a list.
@@ -118,21 +126,20 @@ def generate_images(
     ]
 
 
+def group_ip_images(arguments: Mapping[str, Any], adapters: int) -> dict[str, Any]:
+    """Return several images for a single IP-Adapter as a list in a list, as diffusers expects them."""
+    images = arguments.get("ip_adapter_image")
+    return {"ip_adapter_image": [images]} if adapters == 1 and isinstance(images, list) else {}
+
+
 def describe_result(metadata: ImageMetadata, media: Media) -> ImageMetadata:
     """Return the metadata with the actual size and length of a result."""
     if isinstance(media, Audio):
         return replace(metadata, kind="audio", sampling_rate=media.rate)
     if isinstance(media, Video):
         rate = None if media.audio is None else media.audio.rate
-        size = {"width": media.width, "height": media.height}
-        return replace(
-            metadata,
-            kind="video",
-            **size,
-            fps=media.fps,
-            frames=len(media.frames),
-            sampling_rate=rate,  # type: ignore[arg-type]
-        )
+        length = len(media.frames)
+        metadata = replace(metadata, kind="video", fps=media.fps, frames=length, sampling_rate=rate)
     return replace(metadata, width=media.width, height=media.height)
 
 

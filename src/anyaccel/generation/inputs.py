@@ -128,7 +128,8 @@ def _assign(
     if len(values) == 1:
         rate = _RATES.get(parameter)
         media = inputs[0].media
-        return {parameter: values[0]} | ({rate: media.rate} if rate in parameters and isinstance(media, Audio) else {})
+        has_rate = rate is not None and rate in parameters and isinstance(media, Audio)
+        return {parameter: values[0], **({str(rate): media.rate} if has_rate else {})}
     if len(values) == 2 and name == "image" and "last_image" in parameters:
         return {parameter: values[0], "last_image": values[1]}
     option = INPUT_OPTIONS.get(name, name)

@@ -13,12 +13,15 @@ import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from anyaccel.errors import AnyaccelError, UsageError, nearest
 from anyaccel.media.formats import SUFFIXES, default_suffix
 from anyaccel.media.output import find_sidecar
-from anyaccel.media.types import Kind
 from anyaccel.storage.atomic_write import atomic_write
+
+if TYPE_CHECKING:
+    from anyaccel.media.types import Kind
 
 __all__ = ["Destination", "file_exists_error", "make_stem", "read_destination", "write_output_file", "write_unique"]
 

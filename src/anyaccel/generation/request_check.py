@@ -58,16 +58,32 @@ def _check_additions(interface: PipelineInterface, additions: Additions, call: M
         raise UsageError(
             "an image for an IP-Adapter requires the IP-Adapter", hint="add --ip-adapter PATH (in Python ip_adapter=…)"
         )
-    has_control = call.get("control_image") is not None
-    if additions.controlnets and not has_control:
-        raise UsageError("a ControlNet requires an image", hint="add --control PATH (in Python control_image=…)")
-    parameter = find_parameter("control_image", interface.parameters, interface.components)
-    if has_control and not additions.controlnets and parameter is None:
-        raise UsageError(
-            f"{interface.name} does not take a control image without a ControlNet",
-            hint="add --control-model MODEL (in Python controlnet=…)",
-        )
+    _check_count("--ip-image", "--ip-adapter", images, len(additions.ip_adapters), several=1)
+    _check_control(interface, additions, call.get("control_image"))
     if additions.scheduler is not None:
         current = interface.components.get("scheduler")
         if current is not None:
             choose_scheduler(additions.scheduler, current)
+
+
+def _check_control(interface: PipelineInterface, additions: Additions, control: Any) -> None:
+    """Raise UsageError if there is a ControlNet without a control image, or the other way round."""
+    if additions.controlnets and control is None:
+        raise UsageError("a ControlNet requires an image", hint="add --control PATH (in Python control_image=…)")
+    _check_count("--control", "--control-model", control, len(additions.controlnets))
+    parameter = find_parameter("control_image", interface.parameters, interface.components)
+    if control is not None and not additions.controlnets and parameter is None:
+        raise UsageError(
+            f"{interface.name} does not take a control image without a ControlNet",
+            hint="add --control-model MODEL (in Python controlnet=…)",
+        )
+
+
+def _check_count(option: str, model_option: str, values: Any, models: int, several: int = 0) -> None:
+    """Raise UsageError unless there is one input for each model; `several` models may have more inputs."""
+    count = len(values) if isinstance(values, list | tuple) else 1
+    if values is not None and models and models != several and count != models:
+        raise UsageError(
+            f"{models} of {model_option} require{'s' * (models == 1)} {models} of {option}, not {count}",
+            hint=f"pass {option} once for each {model_option}",
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from importlib.metadata import version
@@ -58,7 +59,7 @@ def encode(
     metadata = EmbeddedMetadata(
         document=_escape_non_ascii(document) if document is not None else None,
         comment=comment,
-        software=software or f"anyaccel {version('anyaccel')}",
+        software=software or _name_version(),
     )
     if isinstance(media, Video):
         check_size(suffix, kind, media.width, media.height)
@@ -72,6 +73,11 @@ def encode(
     if on_frame is not None:
         on_frame(1, 1)
     return content
+
+
+@functools.cache
+def _name_version() -> str:
+    return f"anyaccel {version('anyaccel')}"
 
 
 def _escape_non_ascii(document: str) -> str:

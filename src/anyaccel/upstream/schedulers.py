@@ -16,7 +16,7 @@ _KARRAS = "KarrasDiffusionSchedulers"
 def list_compatible_schedulers(name: str) -> set[str]:
     """Return the class names of the schedulers that can replace a scheduler class, including itself."""
     library: Any = importlib.import_module("diffusers")
-    kind = getattr(library, name, None)
+    kind: Any = getattr(library, name, None)
     # The property `compatibles` requires an object, and some schedulers cannot be created without arguments.
     if not hasattr(kind, "_get_compatibles"):
         return {name}

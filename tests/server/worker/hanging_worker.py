@@ -6,8 +6,9 @@ from typing import Any
 
 from anyaccel.processes.pipe_worker import ParentPipe
 from anyaccel.server.settings import ServerSettings
+from anyaccel.server.worker import worker
+from anyaccel.server.worker.messages import ModelFacts
 from anyaccel.server.worker.transport import WorkerProcess
-from anyaccel.server.worker.worker import run_worker
 
 __all__ = ["HangingWorker"]
 
@@ -21,19 +22,25 @@ class HangingWorker(WorkerProcess):
 
 
 def _run(pipe: ParentPipe, settings: ServerSettings) -> None:
-    _patch_convolutions(settings.data / "hang")
-    run_worker(pipe, settings)
+    worker.Worker = _PatchedWorker  # type: ignore[misc]
+    worker.run_worker(pipe, settings)
+
+
+class _PatchedWorker(worker.Worker):
+    def _load(self) -> tuple[ModelFacts, ...]:
+        _patch_convolutions(self.settings.data / "hang")
+        return super()._load()
 
 
 def _patch_convolutions(mark: Path) -> None:
     import torch
 
-    original = torch.nn.Conv2d.forward
+    original: Any = torch.nn.Conv2d.forward
 
-    def forward(self: torch.nn.Conv2d, *args: Any) -> torch.Tensor:
+    def forward(self: Any, *args: Any) -> Any:
         if mark.exists():
             mark.unlink()
             ctypes.CDLL(None).pause()  # releases the GIL and returns only after a signal
         return original(self, *args)
 
-    torch.nn.Conv2d.forward = forward  # type: ignore[method-assign]
+    torch.nn.Conv2d.forward = forward  # type: ignore[assignment,method-assign]

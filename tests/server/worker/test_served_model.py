@@ -52,7 +52,7 @@ def ignore_step(done: int, total: int) -> None:
     return
 
 
-def pixels(image: Image.Image) -> Any:
+def pixels(image: Any) -> Any:
     return numpy.asarray(image.convert("RGB")).astype(int)
 
 
@@ -81,6 +81,7 @@ def test_supported_tasks_are_detected_and_run(model: ServedModel, folder: Path) 
     painted, metadata = model.generate(
         make_job_spec(task="inpaint", strength=1.0), 0, inputs, StepObserver(ignore_step)
     )
+    assert isinstance(painted, Image.Image)
     assert painted.size == (SIZE, SIZE)
     assert metadata.unrecorded == ("image", "mask_image")
 

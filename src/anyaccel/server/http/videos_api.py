@@ -132,7 +132,7 @@ async def delete(video_id: _VideoId, request: Request, service: ServiceOf) -> Re
     return JSONResponse({"id": job.id, "object": "video.deleted", "deleted": True})
 
 
-class _RemixRequest(BaseModel):
+class RemixRequest(BaseModel):
     """Body of a remix."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -142,7 +142,7 @@ class _RemixRequest(BaseModel):
 
 
 @router.post("/{video_id}/remix", summary="Submit a finished video with another prompt")
-async def remix(video_id: _VideoId, body: _RemixRequest, request: Request, service: ServiceOf) -> dict[str, Any]:
+async def remix(video_id: _VideoId, body: RemixRequest, request: Request, service: ServiceOf) -> dict[str, Any]:
     """Add a video with the seed and settings of another one and a new prompt to the queue."""
     job = await _find(service, request, video_id)
     if job.state != "done":

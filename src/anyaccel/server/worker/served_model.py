@@ -16,7 +16,7 @@ from anyaccel.errors import AnyaccelError, DoesNotFitError, NotFiniteError
 from anyaccel.generation.call_validation import check_size, find_default, list_parameters, map_call
 from anyaccel.generation.durations import find_frame_parameter
 from anyaccel.generation.guider import using_guidance_scale
-from anyaccel.generation.image import describe_result, expected_metadata
+from anyaccel.generation.image import describe_result, expected_metadata, group_ip_images
 from anyaccel.generation.inputs import InputMedia
 from anyaccel.generation.metadata import ImageMetadata
 from anyaccel.generation.model_loading import LoadedModel, load_uncached
@@ -170,6 +170,7 @@ class ServedModel:
         check_result_format(spec, with_audio=interface.with_audio)
         call = self._make_call(spec, inputs)
         mapped = map_call(interface, call, prompt=True)
+        mapped |= group_ip_images(mapped, len(self.loaded.additions.ip_adapters))
         check_size(pipe, mapped)
         kwargs = {"prompt": spec.prompt, "seed": spec.seeds[index], **mapped, **select_outputs(interface)}
         size = spec.width, spec.height
