@@ -126,7 +126,7 @@ export function readSettings({ request: settings }, seed, inputs = null, count =
   if (settings.kind === "video") Object.assign(body, { num_frames, fps });
   if (settings.kind === "audio") body.seconds = models.get(settings.model)?.audio?.sets_seconds ? settings.seconds : null;
   else body.size = `${settings.width}x${settings.height}`;
-  if (settings.kind === "image" && count > 1) body.n = count;
+  if ((settings.kind ?? "image") === "image" && count > 1) body.n = count;
   body.lora_scale = lora ? settings.lora_scale : null;
   body.quality = QUALITIES[settings.speed]?.[0];
   Object.assign(body, settings.arguments);

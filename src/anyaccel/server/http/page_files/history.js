@@ -69,6 +69,7 @@ export function showResult() {
   shown = item.id;
   const { job, result, kind } = item, media = makeMedia(item);
   limitSize(media, item, 4, 768);
+  if (media.matches("img")) media.addEventListener("click", () => actions.open(item)); // with the keyboard: "Details"
   const facts = [result.seed !== undefined ? `Seed ${result.seed}` : "", kind === "audio" ? "" : `${result.width} × ${result.height}`,
     result.length_s ? formatSeconds(result.length_s) : "", job.request.num_inference_steps ? `${job.request.num_inference_steps} steps` : "",
     result.seconds ? `generated in ${formatSeconds(result.seconds)}` : ""].filter(Boolean);

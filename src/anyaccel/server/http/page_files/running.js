@@ -154,6 +154,7 @@ export async function generate(body) {
   const kind = (models.get(body.model) ?? models.values().next().value)?.kind ?? "image";
   const payload = { ...body, seed, ...(kind === "image" ? { partial_images: PREVIEWS } : {}) };
   const row = new Row(body);
+  row.element.scrollIntoView({ block: "nearest" }); // on a phone, it may be below the form
   // The idempotency key makes a retry safe: if only the response was lost, no second job is created.
   const key = Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
   const options = { method: "POST", body: toJson(payload), headers: { "Content-Type": "application/json", "Idempotency-Key": key } };
