@@ -208,9 +208,10 @@ def test_a_large_photo_is_reduced_to_the_limit_of_the_service(page: Page) -> Non
 
 
 def test_a_result_is_used_as_the_input(page: Page) -> None:
+    width = page.find(TILE).get_property("naturalWidth")
     page.click(TILE)
     page.click("#use")
-    page.wait_for("document.querySelector('[data-input=image] .thumb img')?.naturalWidth === 64")
+    page.wait_for(f"document.querySelector('[data-input=image] .thumb img')?.naturalWidth === {width}")
     page.wait_for("document.activeElement.id === 'prompt'")
 
 
@@ -219,13 +220,10 @@ def test_every_field_has_a_label(page: Page) -> None:
     page.drop("photo.png", 64, 64)
     page.wait_for("document.querySelector('.thumb')")
     page.click("#add-argument")
-    unlabeled = page.run(
-        "return [...document.querySelectorAll('input, select, textarea, button')].filter((field) => "
-        "!field.labels?.length && !field.ariaLabel && !field.textContent.trim()).map((field) => field.outerHTML)"
-    )
-    assert unlabeled == []
-    names = [element.accessible_name for element in page.chrome.find_elements(By.CSS_SELECTOR, "#generate-form input")]
-    assert all(names)
+    fields = page.chrome.find_elements(By.CSS_SELECTOR, "input, select, textarea, button")
+    shown = [field for field in fields if field.is_displayed()]
+    assert len(shown) > 10
+    assert [field.get_attribute("outerHTML") for field in shown if not field.accessible_name] == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
