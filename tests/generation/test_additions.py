@@ -6,6 +6,7 @@ from typing import Any
 import numpy
 import pytest
 
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.generation.adapters import parse_adapter
 from anyaccel.generation.generate import generate
@@ -136,6 +137,18 @@ def test_all_additions_together(lora: str, controlnet: str) -> None:
     assert numpy.array_equal(pixels(result[0]), pixels(expected.images[0]))
     assert [item["kind"] for item in result.metadata[0].adapters] == ["lora", "controlnet"]
     assert generate(**{**result.metadata[0].arguments(["image", "control_image"]), **inputs})[0] == result[0]
+
+
+def test_additions_on_a_virtual_device(lora: str, controlnet: str) -> None:
+    model = save_model(SD)
+    call: dict[str, Any] = {"lora": f"{lora}:0.5", "controlnet": controlnet, "scheduler": "euler"}
+    call |= {"image": make_image(), "control_image": make_image(4), "strength": 0.6}
+    expected = pixels(generate("a red fox", model, **CPU, **call)[0]).astype(int)
+
+    def use(_: Any) -> Any:
+        return pixels(generate("a red fox", model, **{**CPU, "device": "neuron"}, **call)[0]).astype(int)
+
+    assert numpy.abs(run_forked("neuron", use) - expected).max() <= 2
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from anyaccel.generation.media_format import read_metadata
 from anyaccel.media.decode import decode_video
 from anyaccel.media.types import Audio, Video
 from tests.conftest import NEEDS_RECIPES
-from tests.generation.models import CPU, LIBRARY, SIZE, call_pipe, call_stock, pixels, save_model
+from tests.generation.models import CPU, LIBRARY, SIZE, call_pipe, call_stock, make_image, pixels, save_model
 
 # torch deprecates `weight_norm`, which diffusers uses for audio.
 pytestmark = [NEEDS_RECIPES, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -77,6 +77,17 @@ def test_modular_video_equals_that_of_stock_diffusers() -> None:
     pipe.load_components()
     expected = call_pipe(pipe, num_frames=9, output="videos", output_type="pil", **call)[0]
     assert numpy.array_equal(pixels(video.frames), pixels(expected))
+
+
+def test_modular_image_to_video() -> None:
+    """The blocks are chosen by the inputs."""
+    model, image = save_model("ltx-modular"), make_image(size=32)
+    call: dict[str, Any] = {"width": 32, "height": 32, "max_sequence_length": 32}
+    result = generate("a red fox", model, image=image, frames=9, **CPU, **call)
+    pipe = LIBRARY.ModularPipeline.from_pretrained(model)
+    pipe.load_components()
+    expected = call_pipe(pipe, image=image, num_frames=9, output="videos", output_type="pil", **call)[0]
+    assert numpy.array_equal(pixels(result.videos[0].frames), pixels(expected))
 
 
 def test_modular_video_with_audio() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,20 +65,8 @@ def bench_models(
     requires an input image gets a color gradient. The exit status is 1 if an anyaccel variant fails; a failed stock
     variant is only shown in the table.
     """
-    if against not in _BASELINES:
-        raise UsageError(
-            f"unknown value {against!r} for --against", hint=f"use one of {', '.join(_BASELINES)}, or omit the option"
-        )
-    for option, value in (("--rounds", rounds), ("--images", images)):
-        if value < 1:
-            raise UsageError(f"{option} must be at least 1, not {value}", hint=f"omit {option} to use the default")
-    if steps is not None:
-        check_steps(steps, hint="for example --steps 20; omit the option to use the default of the pipeline")
     lengths = {"frames": frames, "seconds": seconds, "fps": fps}
-    for name, length in lengths.items():
-        if length is not None:
-            check_duration(name, length)
-    check_weights(weights)
+    _check_options(against, rounds, images, steps, weights, lengths)
     # Imports torch, which takes seconds, so check the options first.
     from anyaccel.backends.device import open_device
     from anyaccel.bench.bench import run_together
@@ -106,6 +95,25 @@ def bench_models(
         print("\n".join(format_bench(rows)))
     if any("error" in row or "error" in row["variants"][name] for row in rows for name in ours):
         raise typer.Exit(1)
+
+
+def _check_options(
+    against: str, rounds: int, images: int, steps: int | None, weights: str | None, lengths: Mapping[str, float | None]
+) -> None:
+    """Raise UsageError if an option is out of range."""
+    if against not in _BASELINES:
+        raise UsageError(
+            f"unknown value {against!r} for --against", hint=f"use one of {', '.join(_BASELINES)}, or omit the option"
+        )
+    for option, value in (("--rounds", rounds), ("--images", images)):
+        if value < 1:
+            raise UsageError(f"{option} must be at least 1, not {value}", hint=f"omit {option} to use the default")
+    if steps is not None:
+        check_steps(steps, hint="for example --steps 20; omit the option to use the default of the pipeline")
+    for name, length in lengths.items():
+        if length is not None:
+            check_duration(name, length)
+    check_weights(weights)
 
 
 def _make_cases(

@@ -267,43 +267,6 @@ def run_generate(
 
     Each file contains the metadata needed to regenerate it with --from.
     """
-    # Ranges are checked by GenerateRun and not by typer, which prints errors without a hint.
-    GenerateRun(
-        Options(
-            prompts=prompts or (),
-            prompts_file=prompts_file,
-            negative=negative,
-            images=images or (),
-            mask=mask,
-            strength=strength,
-            control=control or (),
-            ip_images=ip_images or (),
-            video=video,
-            audio=audio,
-            source=source,
-            model=model,
-            loras=loras or (),
-            control_models=control_models or (),
-            ip_adapters=ip_adapters or (),
-            scheduler=scheduler,
-            device=device,
-            dtype=dtype,
-            weights=weights,
-            speed=speed,
-            seed=seed,
-            count=count,
-            steps=steps,
-            guidance=guidance,
-            size=size,
-            frames=frames,
-            seconds=seconds,
-            fps=fps,
-            settings=settings or (),
-            output=output,
-            grid=grid,
-            force=force,
-            show=show,
-            as_json=as_json,
-            explain=explain,
-        )
-    ).run()
+    # Ranges are checked by GenerateRun and not by typer, which prints errors without a hint. The parameters have the
+    # names of the fields; None stands for an option that is not set.
+    GenerateRun(Options(**{name: value for name, value in locals().items() if value is not None})).run()
