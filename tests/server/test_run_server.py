@@ -126,7 +126,7 @@ def test_kill_at_random_times_loses_no_video(tmp_path: Path) -> None:
     models = (save_video_model(tmp_path / "wan"), "--sizes", "32x32")
     observations, states = kill_repeatedly(4, tmp_path / "data", seed=4, models=models, body=VIDEO)
     assert observations.errors == []
-    assert len(observations.accepted) > 1
+    assert observations.accepted
     assert set(states) <= {"done", "failed"}
 
 
