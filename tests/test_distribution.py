@@ -28,6 +28,7 @@ DATA_FILES = (
     "anyaccel/server/http/page_files/index.html",
     "anyaccel/server/http/page_files/page.css",
     "anyaccel/server/http/page_files/page.js",
+    "anyaccel/server/http/page_files/running.js",
 )
 NEEDED_BY_MAKE_CHECK = (
     ".ci/run", ".github/workflows/ci.yml", "AGENTS.md", "LICENSE", "Makefile", "README.md", "SECURITY.md",
