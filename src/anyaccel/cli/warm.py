@@ -11,7 +11,7 @@ import typer
 from anyaccel.call_limits import parse_image_size
 from anyaccel.cli.cache import check_cache_writable
 from anyaccel.cli.interrupts import cleanup_on_exit
-from anyaccel.cli.progress import Display
+from anyaccel.cli.progress import Display, shorten_start
 from anyaccel.cli.shared_options import Dtype
 from anyaccel.errors import UsageError
 from anyaccel.progress import ProgressListener
@@ -28,8 +28,9 @@ class _LoadingProgress(ProgressListener):
 
     def on_component(self, done: int, total: int, name: str) -> None:
         """Show the name of the component that is being loaded."""
+        model = shorten_start(self.model)
         self.display.start_phase(
-            f"Loading {self.model}: {name}, component {done + 1} of {total}" if name else f"Placing {self.model}"
+            f"Loading {model}: {name}, component {done + 1} of {total}" if name else f"Placing {model}"
         )
 
 
@@ -65,7 +66,7 @@ def warm_model(
     # Checked first: compiling can take many minutes, and its result would be lost.
     check_cache_writable(find_entries_dir())
     with cleanup_on_exit() as display:
-        display.start_phase(f"Loading {model}")
+        display.start_phase(f"Loading {shorten_start(model)}")
         # Imported after the phase is shown, because diffusers takes seconds to import.
         from anyaccel.errors import NotMeasurableError
         from anyaccel.generation.model_name import resolve_model
