@@ -99,8 +99,9 @@ class GenerateRun(ProgressListener):
         self.display.on_frame(done, total)
         self.interruption.check()
 
-    def _plural(self) -> str:
-        return {"image": "images", "video": "videos", "audio": "audio files"}[self.kind]
+    def _plural(self, count: int = 2) -> str:
+        noun = {"image": "image", "video": "video", "audio": "audio file"}[self.kind]
+        return noun if count == 1 else f"{noun}s"
 
     def _run(self) -> None:
         options = self.options
@@ -271,7 +272,7 @@ class GenerateRun(ProgressListener):
         path = self.destination.sheet_path(metadata[0].prompt, metadata[0].seed, self.kind)
         self.sheet_path = self._save(self.destination, path, encode_image(sheet, path.suffix, metadata))
         if not self.options.as_json:
-            _print_result(f"{self.sheet_path}  {len(metadata)} {self._plural()}")
+            _print_result(f"{self.sheet_path}  {len(metadata)} {self._plural(len(metadata))}")
 
     def _save(self, destination: Destination, path: Path, content: bytes, sidecar: bytes | None = None) -> Path:
         """Write a file and return its path; if the file already exists, write to an unused name.
