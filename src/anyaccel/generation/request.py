@@ -81,7 +81,7 @@ def make_request(
             raise UsageError(f"anyaccel.generate does not accept the argument {name}", hint=hint)
     prompts: Sequence[str | None] = [None] if prompt is None else _read_prompts(prompt)
     per_prompt = _read_count(next((call.pop(name) for name in _PER_PROMPT if name in call), 1))
-    negative = call.get("negative_prompt", "")
+    negative = "" if call.get("negative_prompt") is None else call["negative_prompt"]
     if not isinstance(negative, str):
         raise UsageError(
             f"negative_prompt must be one string for all images, not {negative!r:.60}",
