@@ -1,6 +1,7 @@
 """Modular pipelines with blocks of the user, added before or after placement: the image of stock diffusers."""
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,16 @@ def test_changes_before_and_after_placement(change: Change) -> None:
         assert numpy.abs(image - expected).max() < 2e-3
     is_changed = numpy.abs(unchanged - expected).max() > 1e-3
     assert is_changed == (change is not remove), "the test must see the change"
+
+
+def test_blocks_are_not_copied_by_calls() -> None:
+    """A block may have an attribute that cannot be copied."""
+    blocks = insert_block(make())
+    blocks.sub_blocks["tint"].lock = threading.Lock()
+    pipe = LIBRARY.StableDiffusionXLModularPipeline(blocks=blocks)
+    pipe.update_components(**{name: getattr(make(), name) for name in pipe.pretrained_component_names})
+    expected = draw(pipe)
+    assert numpy.array_equal(draw(anyaccel.place(pipe, "cpu", dtype="float32")), expected)
 
 
 @pytest.fixture

@@ -124,6 +124,8 @@ def test_components_by_name(folder: Path) -> None:
     assert pipe.vae is vae
     assert pipe.text_encoder_2 is None
     assert pipe.text_encoder is not None
+    guider = LIBRARY.ClassifierFreeGuidance(guidance_scale=2.0)  # diffusers creates it from a config
+    assert anyaccel.ModularPipeline.from_pretrained(folder, names=[], guider=guider).guider is guider
     only = anyaccel.ModularPipeline.from_pretrained(folder, names=["unet", "scheduler"])
     assert {name for name in only.pretrained_component_names if getattr(only, name) is not None} == {
         "unet",
@@ -131,6 +133,14 @@ def test_components_by_name(folder: Path) -> None:
     }
     with pytest.raises(anyaccel.AnyaccelError, match="did you mean unet"):
         anyaccel.ModularPipeline.from_pretrained(folder, names=["unett"])
+
+
+def test_dtypes_by_component(folder: Path) -> None:
+    dtypes = {"vae": "fp32", "default": torch.bfloat16, "unet": "float16"}
+    pipe = anyaccel.ModularPipeline.from_pretrained(folder, dtype=dtypes)
+    assert (pipe.vae.dtype, pipe.unet.dtype, pipe.text_encoder.dtype) == (torch.float32, torch.float16, torch.bfloat16)
+    with pytest.raises(anyaccel.AnyaccelError, match="unknown dtype 'float61'"):
+        anyaccel.ModularPipeline.from_pretrained(folder, dtype={"vae": "float61"})
 
 
 def test_a_workflow_loads_only_its_components(folder: Path) -> None:

@@ -58,6 +58,15 @@ def test_methods_and_arguments_of_a_custom_pipeline_take_precedence() -> None:
     assert (placed("a fox", seed=6).images != expected).any()
 
 
+def test_a_pipeline_may_have_attributes_with_the_names_of_a_modular_one() -> None:
+    placed = anyaccel.place(make(Stock), "cpu", dtype="float32")
+    call = {"num_inference_steps": 1, "output_type": "np", "height": 16, "width": 16}
+    expected = placed("a fox", seed=5, **call).images
+    placed.blocks, placed._blocks = [1], [1]
+    placed.warmup([(16, 16)])
+    assert (placed("a fox", seed=5, **call).images == expected).all()
+
+
 def test_an_instance_attribute_may_be_called_plan() -> None:
     placed = anyaccel.place(make(Stock), "cpu", dtype="float32")
     assert placed.plan.dtype.value == "float32"

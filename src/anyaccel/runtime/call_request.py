@@ -13,6 +13,7 @@ from anyaccel.call_limits import SIDES, read_seeds, to_integer
 from anyaccel.errors import UsageError
 from anyaccel.runtime.keyword_use import reads_keyword
 from anyaccel.runtime.library_code import find_source, is_library
+from anyaccel.upstream.modular_blocks import find_blocks
 
 __all__ = ["CallRequest", "bucket_of", "read_call_request", "shape_of", "takes_reference_images"]
 
@@ -198,8 +199,8 @@ def _name_values(pipe: Any, start: int, values: Sequence[Any], keywords: Mapping
 
 def _block_inputs(pipe: Any) -> set[str]:
     """Return the input names of a modular pipeline's blocks; return an empty set for other pipelines."""
-    blocks = getattr(pipe, "blocks", None)
-    return set(getattr(blocks, "input_names", ()) or ())
+    blocks = find_blocks(pipe)
+    return set() if blocks is None else set(blocks.input_names)
 
 
 def _count_prompts(arguments: dict[str, Any], accepts: set[str]) -> int:

@@ -69,7 +69,8 @@ def load_modular_pipeline(model: str, options: Mapping[str, Any], target: LoadTa
         raise
     specs = list_component_specs(pipe)
     names = remaining.pop("names", None)
-    passed = {name: remaining.pop(name) for name in [*specs, *pipe.config] if name in remaining}
+    # With those that are created from a config, such as the guider.
+    passed = {name: remaining.pop(name) for name in [*pipe.components, *pipe.config] if name in remaining}
     pipe.update_components(**passed)
     hub = {name: value for name, value in creation.items() if name in _HUB_OPTIONS}
     absent = read_absent_components(pipe, **hub, revision=creation.get("revision"))

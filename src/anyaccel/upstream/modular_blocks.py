@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ __all__ = [
     "BLOCKS_ATTRIBUTE",
     "configure_progress_bars",
     "disable_progress_bars",
+    "find_blocks",
     "list_blocks",
     "progress_bars_disabled",
     "read_progress_bar_config",
@@ -59,9 +61,16 @@ def progress_bars_disabled(pipe: Any) -> Iterator[None]:
                 vars(owner)[_BAR_CONFIG] = config
 
 
+def find_blocks(pipe: Any) -> Any:
+    """Return the blocks of a modular pipeline, or None for another pipeline."""
+    # Not the attribute `blocks`, which returns a deep copy. Pipelines of users may have attributes of both names.
+    library: Any = importlib.import_module("diffusers")
+    return getattr(pipe, BLOCKS_ATTRIBUTE) if isinstance(pipe, library.ModularPipeline) else None
+
+
 def list_blocks(pipe: Any) -> list[Any]:
     """Return the blocks of a modular pipeline with the blocks inside of them; none for other pipelines."""
-    remaining = [block] if (block := getattr(pipe, BLOCKS_ATTRIBUTE, None)) is not None else []
+    remaining = [block] if (block := find_blocks(pipe)) is not None else []
     blocks: list[Any] = []
     while remaining:
         block = remaining.pop()
