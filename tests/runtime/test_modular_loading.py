@@ -118,6 +118,28 @@ def test_a_seed_selects_the_image(folder: Path) -> None:
     assert not numpy.array_equal(first, other)
 
 
+def split(pipe: Any) -> tuple[Any, Any]:
+    """Return a pipeline with the text encoder block, and one with the other blocks."""
+    blocks = pipe.blocks
+    parts = [blocks.sub_blocks.pop("text_encoder").init_pipeline(), blocks.init_pipeline()]
+    for part in parts:
+        part.update_components(**{name: getattr(pipe, name) for name in part.pretrained_component_names})
+    return parts[0], parts[1]
+
+
+@pytest.mark.parametrize(("prompt", "more"), [(["a fox", "a cat"], {}), ("a fox", {"num_images_per_prompt": 2})])
+def test_seeds_of_a_call_that_continues_a_state(prompt: Any, more: dict[str, Any], folder: Path) -> None:
+    call = {"num_inference_steps": 2, "height": 16, "width": 16, "output": "images", "output_type": "np", **more}
+    encoder, others = split(load_stock(folder))
+    generators = [torch.Generator().manual_seed(seed) for seed in (7, 8)]
+    expected = others(state=encoder(prompt=prompt), generator=generators, **call)
+    encoder, others = split(anyaccel.ModularPipeline.from_pretrained(folder, device="cpu"))
+    state = encoder(prompt=prompt)
+    assert numpy.array_equal(others(state=state, seed=7, **call), expected)
+    with pytest.raises(anyaccel.AnyaccelError, match="3 seeds"):
+        others(state=state, seed=[1, 2, 3], **call)
+
+
 def test_components_by_name(folder: Path) -> None:
     vae = load_stock(folder).vae
     pipe = anyaccel.ModularPipeline.from_pretrained(folder, vae=vae, text_encoder_2=None)

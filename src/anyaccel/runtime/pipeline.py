@@ -36,6 +36,7 @@ from anyaccel.runtime.placement_state import (
     Placement,
     being_offloaded,
     defer_placement,
+    drop_placement,
     find_options,
     find_placed_model,
     find_placement,
@@ -50,6 +51,7 @@ from anyaccel.runtime.weight_methods import WEIGHT_METHODS, with_weights
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 from anyaccel.upstream.diffusers_hooks import PipelineHooks, install_pipeline_hooks, is_created_by_pipeline
 from anyaccel.upstream.diffusers_internals import has_custom_processors
+from anyaccel.upstream.diffusers_loading import find_offload_device
 from anyaccel.upstream.torch_compile_internals import unwrap_compiled
 
 __all__ = [
@@ -175,7 +177,12 @@ class Portable(VendorAliases):
         self._offload("enable_sequential_cpu_offload", gpu_id, device)
 
     def _offload(self, method: str, gpu_id: int | None, device: Any) -> None:
-        enable: Any = getattr(super(), method)
+        enable: Any = getattr(super(), method, None)
+        if enable is None:
+            raise UsageError(
+                f"{type(self).__name__} is a modular pipeline, which has no method {method}",
+                hint="place it with memory='component' or memory='layer', or offload it with a components manager",
+            )
         if is_being_offloaded(self):  # called by a plan, or by diffusers, which installs the hooks again after a call
             enable(device=device)
             return
@@ -244,18 +251,25 @@ def _create(kind: Any) -> Any:
 
 def _placement_of(pipe: Any) -> Placement:
     """Return a pipeline's placement; if it has none, create one for its current device and dtype."""
-    placement = find_placement(pipe)
+    placement, offload_device = find_placement(pipe), find_offload_device(pipe)
     if placement is not None:
-        return placement
+        is_current = placement.has_manager == bool(offload_device) and offload_device in (None, placement.device)
+        if placement.running or is_current:
+            return placement
+        drop_placement(pipe)  # offloading by a components manager was enabled or disabled since
     device, dtype = getattr(pipe, "device", torch.device("cpu")), getattr(pipe, "dtype", torch.float32)
+    device = offload_device or device
     placement_options = find_options(pipe)
     opened = resolve_device(device, placement_options)
     name = str(dtype).removeprefix("torch.")
     plan = plan_pipeline(
         pipe, opened, replace(placement_options, dtype=name), Decision(name, "the dtype of the loaded weights")
     )
-    attach_placement(pipe, Placement(opened, device, plan, placement_options))
-    return find_placement(pipe)  # type: ignore[return-value]
+    placement = Placement(opened, device, plan, placement_options)
+    if offload_device:
+        placement.residence, placement.offloaded_by_user, placement.has_manager = "component", True, True
+    attach_placement(pipe, placement)
+    return placement
 
 
 def make_portable(pipe: Any) -> Any:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 __all__ = [
     "BLOCKS_ATTRIBUTE",
+    "STATE_ARGUMENT",
     "configure_progress_bars",
     "disable_progress_bars",
     "find_blocks",
     "list_blocks",
     "progress_bars_disabled",
     "read_progress_bar_config",
+    "read_state",
 ]
 
 # Attribute of a modular pipeline that contains its blocks (modular_pipelines/modular_pipeline.py).
 BLOCKS_ATTRIBUTE = "_blocks"
+# Argument of a modular pipeline's call: the values of an earlier call.
+STATE_ARGUMENT = "state"
 # The arguments of the last `set_progress_bar_config` call of a pipeline (pipelines/pipeline_utils.py) or block.
 _BAR_CONFIG = "_progress_bar_config"
 
@@ -66,6 +70,12 @@ def find_blocks(pipe: Any) -> Any:
     # Not the attribute `blocks`, which returns a deep copy. Pipelines of users may have attributes of both names.
     library: Any = importlib.import_module("diffusers")
     return getattr(pipe, BLOCKS_ATTRIBUTE) if isinstance(pipe, library.ModularPipeline) else None
+
+
+def read_state(pipe: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values in the state that a call of a modular pipeline continues; none for other calls."""
+    state = arguments.get(STATE_ARGUMENT)  # a `PipelineState` (modular_pipelines/modular_pipeline.py)
+    return {} if state is None or find_blocks(pipe) is None else dict(state.values)
 
 
 def list_blocks(pipe: Any) -> list[Any]:
