@@ -8,6 +8,7 @@ from typing import Any
 import diffusers
 import numpy
 import pytest
+import safetensors.torch
 import torch
 
 import anyaccel
@@ -200,6 +201,61 @@ def test_a_missing_component_is_named(own_folder: Path) -> None:
         anyaccel.ModularPipeline.from_pretrained(own_folder)
     assert isinstance(error.value, OSError)
     assert anyaccel.ModularPipeline.from_pretrained(own_folder, vae=None).vae is None
+
+
+def rewrite_index(folder: Path, name: str, change: dict[str, Any] | None, **values: Any) -> None:
+    """Change the options of a component in the index, and other values."""
+    index = json.loads((folder / INDEX).read_text()) | values
+    index[name][2] |= change or {}
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("change", "values"),
+    [
+        ({"type_hint": ["os", "system"]}, {}),
+        ({"unknown": 1}, {}),
+        (None, {"_class_name": "StableDiffusionXLPipeline"}),
+    ],
+)
+def test_a_faulty_index_is_named(change: Any, values: dict[str, Any], own_folder: Path) -> None:
+    rewrite_index(own_folder, "unet", change, **values)
+    with pytest.raises(anyaccel.AnyaccelError, match=f"cannot load {own_folder}") as error:
+        anyaccel.ModularPipeline.from_pretrained(own_folder)
+    assert error.value.hint == f"check its {INDEX}"
+
+
+def test_weights_in_other_folders_are_checked_before_loading(own_folder: Path, tmp_path: Path, capfd: Any) -> None:
+    other = Path(shutil.copytree(own_folder / "vae", tmp_path / "other" / "vae"))
+    shutil.rmtree(own_folder / "vae")
+    rewrite_index(own_folder, "vae", {"pretrained_model_name_or_path": str(tmp_path / "other")})
+    weights = next(other.glob("*.safetensors"))
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-100])
+    with pytest.raises(anyaccel.AnyaccelError, match=f"{weights} is truncated"):
+        anyaccel.ModularPipeline.from_pretrained(own_folder)
+    weights.unlink()
+    torch.save(safetensors.torch.load(content), weights.with_suffix(".bin"))
+    with pytest.raises(anyaccel.AnyaccelError, match="pickled") as error:
+        anyaccel.ModularPipeline.from_pretrained(own_folder)
+    assert "use_safetensors=False" in error.value.hint
+    assert "Loading pipeline components" not in capfd.readouterr().err
+    assert anyaccel.ModularPipeline.from_pretrained(own_folder, names=["vae"], use_safetensors=False).vae is not None
+    assert anyaccel.ModularPipeline.from_pretrained(own_folder, names=["unet"], vae=None).vae is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        ({"dtpye": torch.bfloat16}, "the component text_encoder has no option 'dtpye'", "correct its name"),
+        ({"workflow": "text2imag"}, "no workflow 'text2imag'", "did you mean text2image"),
+        ({"names": ["guider"]}, "guider, which is not loaded", "guider=component"),
+    ],
+)
+def test_unknown_options_are_named(options: dict[str, Any], message: str, hint: str, folder: Path) -> None:
+    with pytest.raises(anyaccel.AnyaccelError, match=message) as error:
+        anyaccel.ModularPipeline.from_pretrained(folder, **options)
+    assert hint in error.value.hint
 
 
 def test_auto_classes_reject_a_modular_folder(folder: Path) -> None:

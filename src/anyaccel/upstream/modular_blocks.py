@@ -14,6 +14,7 @@ __all__ = [
     "disable_progress_bars",
     "find_blocks",
     "list_blocks",
+    "list_workflows",
     "progress_bars_disabled",
     "read_progress_bar_config",
     "read_state",
@@ -70,6 +71,12 @@ def find_blocks(pipe: Any) -> Any:
     # Not the attribute `blocks`, which returns a deep copy. Pipelines of users may have attributes of both names.
     library: Any = importlib.import_module("diffusers")
     return getattr(pipe, BLOCKS_ATTRIBUTE) if isinstance(pipe, library.ModularPipeline) else None
+
+
+def list_workflows(pipe: Any) -> list[str]:
+    """Return the names of the workflows that the blocks of a modular pipeline declare."""
+    # `available_workflows` raises `NotImplementedError` if there are none (modular_pipelines/modular_pipeline.py).
+    return list(getattr(find_blocks(pipe), "_workflow_map", None) or ())
 
 
 def read_state(pipe: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
