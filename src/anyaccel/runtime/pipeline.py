@@ -27,7 +27,14 @@ from anyaccel.runtime.call.validation import reject_unused_seed
 from anyaccel.runtime.call.warmup import warm_up
 from anyaccel.runtime.introspection import find_models, plain_class
 from anyaccel.runtime.loading import derive_pipeline, keep_dtype, load_pipeline
-from anyaccel.runtime.own_methods import call_own_to, find_own_methods, read_to_arguments
+from anyaccel.runtime.own_methods import (
+    call_own_to,
+    check_model_attributes,
+    find_own_methods,
+    read_attributes,
+    read_to_arguments,
+    write_attributes,
+)
 from anyaccel.runtime.placement.inherit import adopt_before_move, adopt_placement, place_copy
 from anyaccel.runtime.placement.oom_retry import remove_offload_hooks, weights_on_cpu
 from anyaccel.runtime.placement.place import attach_placement, place_pipeline, plan_pipeline, replan, resolve_device
@@ -113,6 +120,7 @@ class Portable(VendorAliases):
         def move(target: torch.device, dtype: torch.dtype | None) -> None:
             # hpu_migration=False: diffusers would set the Gaudi variables, which `place_pipeline` has already set.
             own_to: Any = super(Portable, self).to  # type: ignore[misc]
+            check_model_attributes(find_models(self), own_to)
             if not call_own_to(own_to, target, dtype, silence_dtype_warnings=True, hpu_migration=False):
                 diffusers.DiffusionPipeline.to(self, dtype, silence_dtype_warnings=True)
 
@@ -226,7 +234,7 @@ class Portable(VendorAliases):
         """Return a pipeline with the same components; it follows their placement."""
         find_placement(self)  # a deferred placement has the options
         copied = _create(self._plain_class)
-        copied.__setstate__(forget_placement(vars(self)))
+        copied.__setstate__(forget_placement(read_attributes(self)))
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -237,10 +245,10 @@ class Portable(VendorAliases):
         placement = find_placement(self)  # a deferred placement has the options
         if placement is not None and not placement.running:
             remove_offload_hooks(self, placement)  # they cannot be copied (docs/decisions/0006)
-        return forget_placement(vars(self))
+        return forget_placement(read_attributes(self))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        write_attributes(self, state)
         _inherit_from_components(self, self.components, is_copy=True)  # type: ignore[attr-defined]
 
 
