@@ -171,6 +171,12 @@ def test_blocks_from_the_code_of_a_folder(folder: Path) -> None:
     assert numpy.abs(draw(make()) - expected).max() > 1e-3
 
 
+def test_a_config_without_code(folder: Path) -> None:
+    (folder / "modular_config.json").write_text(json.dumps({"auto_map": ["block.TintedBlocks"]}))
+    with pytest.raises(anyaccel.AnyaccelError, match="does not appear to have any custom code"):
+        anyaccel.ModularPipeline.from_pretrained(folder, trust_remote_code=True)
+
+
 def test_code_of_a_folder_runs_once(folder: Path) -> None:
     runs = folder / "runs.txt"
     code = f"with open({str(runs)!r}, 'a') as file:\n    file.write('x')\n"
@@ -194,6 +200,10 @@ def test_code_of_a_folder_is_not_run(folder: Path) -> None:
         ("def f(:\n", r"block\.py: SyntaxError: invalid syntax \(block\.py, line 1\)"),
         ("x = 1\n", r"block\.py: .*TintedBlocks"),
         ("import nothing_like_this\n", r"block\.py: .*nothing_like_this"),
+        (
+            CODE.replace("self.sub_blocks", "raise TypeError('boom')\n        self.sub_blocks", 1),
+            r"TypeError: boom \(block\.py, line",
+        ),
     ],
 )
 def test_faulty_code_of_a_folder_is_named(text: str | None, message: str, folder: Path) -> None:

@@ -13,7 +13,7 @@ from diffusers.utils import logging as diffusers_logging
 
 from anyaccel.errors import ModelError, ModelFileError, UnknownComponentError, UsageError, first_line, nearest
 from anyaccel.library_logging import drop_log_records
-from anyaccel.runtime.custom_pipelines import check_custom_blocks
+from anyaccel.runtime.custom_pipelines import check_custom_blocks, describe_code_error
 from anyaccel.runtime.loading_errors import call_diffusers
 from anyaccel.runtime.model_file_checks import check_weights
 from anyaccel.runtime.weight_files.checks import check_weight_file
@@ -83,7 +83,11 @@ def _create_pipeline(model: str, options: Mapping[str, Any]) -> Any:
         return create(dict(options))
     except Exception as error:
         if options["trust_remote_code"]:
-            check_custom_blocks(Path(model).expanduser())
+            folder = Path(model).expanduser()
+            check_custom_blocks(folder)
+            cause = describe_code_error(error, folder)
+            if cause:
+                raise ModelError(f"the code of the blocks in {model} failed: {cause}", hint="fix the file") from error
         if workflow is not None:
             workflows = list_workflows(create({**options, "workflow": None}))
             if workflow not in workflows:

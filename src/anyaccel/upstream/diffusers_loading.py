@@ -14,6 +14,7 @@ from typing import Any
 from anyaccel.errors import UpstreamError
 
 __all__ = [
+    "CODE_CACHE",
     "CUSTOM_PIPELINE_FILE",
     "LoadedComponent",
     "calling_after_each_component",
@@ -27,6 +28,8 @@ __all__ = [
 
 # pipelines/pipeline_loading_utils.py: the file of a pipeline in a folder.
 CUSTOM_PIPELINE_FILE = "pipeline.py"
+# utils/dynamic_modules_utils.py: part of the paths of the copies of Python files from which custom code is imported.
+CODE_CACHE = "diffusers_modules"
 
 _LOCK = threading.RLock()
 
