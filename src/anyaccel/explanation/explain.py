@@ -104,8 +104,8 @@ def _explain(
         plan = replace(estimate.make_plan(batch), dtype=Decision(smaller, reason))
     if plan.forecast is None or not is_quantization_useful(plan, requested):
         return plan
-    offers = list_quantization_options(lambda weights: estimate.with_weights(weights).forecast(batch))
-    return replace(plan, forecast=replace(plan.forecast, offers=offers))
+    offers, notes = list_quantization_options(lambda weights: estimate.with_weights(weights).forecast(batch))
+    return replace(plan, forecast=replace(plan.forecast, offers=offers, notes=(*plan.forecast.notes, *notes)))
 
 
 def _make_estimate(
