@@ -1,6 +1,7 @@
 """Kill the service with SIGKILL at random times under load, and check every job that it accepted.
 
     python -m tests.server.kills 50
+    python -m tests.server.kills 20 videos
 
 Clients send jobs with unique idempotency keys, and repeat a request with the same key if its response is lost.
 """
@@ -19,9 +20,13 @@ from typing import Any
 
 import httpx
 
+from anyaccel.media.decode import decode_video
 from tests.server.live import Live
 
 FINISH_S = 240
+IMAGE: dict[str, Any] = {"prompt": "a red apple", "num_inference_steps": 2}
+VIDEO: dict[str, Any] = {"prompt": "a red apple", "num_inference_steps": 2, "size": "32x32", "num_frames": 81}
+"""Jobs of the clients. Encoding takes as long as the steps of such a video."""
 
 
 @dataclass
@@ -40,8 +45,9 @@ class Observations:
 class Client(threading.Thread):
     """Sends jobs and reads their states until `ending` is set."""
 
-    def __init__(self, observations: Observations, number: int) -> None:
+    def __init__(self, observations: Observations, number: int, body: dict[str, Any]) -> None:
         super().__init__(daemon=True)
+        self.body = body
         self.observations, self.number, self.address, self.ending = observations, number, "", threading.Event()
         self.sent = 0
 
@@ -58,8 +64,7 @@ class Client(threading.Thread):
 
     def _send(self, key: str, seed: int) -> None:
         with httpx.Client(base_url=self.address or "http://127.0.0.1:9", timeout=5) as http:
-            body = {"prompt": "a red apple", "seed": seed, "num_inference_steps": 2}
-            response = http.post("/v1/jobs", json=body, headers={"Idempotency-Key": key})
+            response = http.post("/v1/jobs", json={**self.body, "seed": seed}, headers={"Idempotency-Key": key})
             if response.status_code in (429, 503):
                 raise httpx.HTTPError("try later")
             job = response.json()["id"]
@@ -76,14 +81,16 @@ def check_finished(observations: Observations, jobs: list[dict[str, Any]]) -> No
             observations.errors.append(f"{job['id']} was finished twice")
 
 
-def kill_repeatedly(kills: int, data: Path, seed: int = 0) -> tuple[Observations, Counter[str]]:
+def kill_repeatedly(
+    kills: int, data: Path, seed: int = 0, models: tuple[str, ...] = (), body: dict[str, Any] = IMAGE
+) -> tuple[Observations, Counter[str]]:
     """Kill the service `kills` times, let it finish all jobs, and return the observations and the final states."""
     rng, observations = random.Random(seed), Observations()
-    clients = [Client(observations, number) for number in range(3)]
+    clients = [Client(observations, number, body) for number in range(3)]
     for client in clients:
         client.start()
     for kill in range(kills):
-        service = Live(data, "--max-batch", "2", "--max-queue", "1000", wait=False)
+        service = Live(data, *models, "--max-batch", "2", "--max-queue", "1000", wait=False)
         started = rng.random() < 0.8  # otherwise it is killed while it starts
         if started:
             service.address = service.wait_ready()
@@ -95,7 +102,7 @@ def kill_repeatedly(kills: int, data: Path, seed: int = 0) -> tuple[Observations
     for client in clients:
         client.ending.set()
         client.join()
-    service = Live(data, "--max-batch", "4", "--max-queue", "1000")
+    service = Live(data, *models, "--max-batch", "4", "--max-queue", "1000")
     try:
         return observations, _check_jobs(service, observations)
     finally:
@@ -117,19 +124,41 @@ def _check_jobs(service: Live, observations: Observations) -> Counter[str]:
             if job is None:
                 continue
             if job["state"] == "done":
-                content = http.get(f"/v1/jobs/{name}/images/0").content
-                if not content.endswith(b"IEND\xaeB`\x82") or job["images"][0]["seed"] != seed:
-                    observations.errors.append(f"{name} has an incomplete or wrong image")
+                if not _is_complete(http, job, seed):
+                    observations.errors.append(f"{name} has an incomplete or wrong result")
             elif not (job["state"] == "failed" and job["error"]["message"]):
                 observations.errors.append(f"{name} is {job['state']}")
         return Counter(job["state"] for job in jobs.values())
+
+
+def _is_complete(http: httpx.Client, job: dict[str, Any], seed: int) -> bool:
+    """Return whether a finished job has its image or video, of the right seed."""
+    if job["images"]:
+        content = http.get(job["images"][0]["url"]).content
+        return content.endswith(b"IEND\xaeB`\x82") and bool(job["images"][0]["seed"] == seed)
+    (video,) = job["videos"]
+    frames = decode_video(http.get(video["url"]).content, max_frames=200, max_pixels=10**6).frames
+    return len(frames) == VIDEO["num_frames"] == video["num_frames"] and bool(video["seed"] == seed)
+
+
+def save_video_model(folder: Path) -> str:
+    """Save a tiny Wan model and return the argument with which it is served."""
+    from anyaccel.recipes import recipes
+
+    pipe: Any = recipes()["wan"].make()
+    pipe.save_pretrained(folder)
+    return f"wan={folder}"
 
 
 def main() -> None:
     """Run with the number of kills from the command line."""
     kills = int(sys.argv[1]) if len(sys.argv) > 1 else 50
     with tempfile.TemporaryDirectory() as folder:
-        observations, states = kill_repeatedly(kills, Path(folder))
+        if "videos" in sys.argv:
+            models = (save_video_model(Path(folder) / "wan"), "--sizes", "32x32")
+            observations, states = kill_repeatedly(kills, Path(folder) / "data", models=models, body=VIDEO)
+        else:
+            observations, states = kill_repeatedly(kills, Path(folder))
     result = {"kills": kills, "accepted": len(observations.accepted), "states": states, "errors": observations.errors}
     print(json.dumps(result))
     sys.exit(bool(observations.errors))

@@ -22,7 +22,8 @@ from anyaccel.server.jobs.store import JobStore
 from anyaccel.server.run_server import check_address
 from anyaccel.server.settings import ServerLimits, ServerSettings, read_limits, read_lora, read_served_names
 from anyaccel.server.worker.messages import ModelsReady
-from tests.server.kills import kill_repeatedly
+from tests.conftest import NEEDS_RECIPES
+from tests.server.kills import VIDEO, kill_repeatedly, save_video_model
 from tests.server.live import Live
 
 LONG = {"prompt": "a dog", "num_inference_steps": 20_000, "seed": 1}
@@ -116,6 +117,16 @@ def test_kill_at_random_times_loses_no_job(tmp_path: Path) -> None:
     observations, states = kill_repeatedly(5, tmp_path, seed=4)
     assert observations.errors == []
     assert len(observations.accepted) > 2
+    assert set(states) <= {"done", "failed"}
+
+
+@NEEDS_RECIPES
+@pytest.mark.slow
+def test_kill_at_random_times_loses_no_video(tmp_path: Path) -> None:
+    models = (save_video_model(tmp_path / "wan"), "--sizes", "32x32")
+    observations, states = kill_repeatedly(4, tmp_path / "data", seed=4, models=models, body=VIDEO)
+    assert observations.errors == []
+    assert observations.accepted
     assert set(states) <= {"done", "failed"}
 
 

@@ -1,4 +1,4 @@
-"""`anyaccel serve [MODEL…]`: an OpenAI-compatible image server for any pipeline."""
+"""`anyaccel serve [MODEL…]`: an OpenAI-compatible server for images, videos and audio from any pipeline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from anyaccel.call_limits import parse_image_size
-from anyaccel.cli.shared_options import Dtype, RayAddress, Speed, Text, Weights
+from anyaccel.cli.shared_options import Dtype, RayAddress, Text, Weights
 from anyaccel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -80,6 +80,34 @@ Loras = Annotated[
     list[str] | None,
     typer.Option("--lora", metavar="NAME=PATH", help="LoRA adapter to serve under NAME; repeat for several."),
 ]
+LoraFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--lora-dir",
+        metavar="DIR",
+        exists=True,
+        file_okay=False,
+        help="Folder with .safetensors files that clients can add as LoRA adapters. Default: none.",
+    ),
+]
+ControlModels = Annotated[
+    list[str] | None,
+    typer.Option("--control-model", metavar="MODEL", help="ControlNet with which the models are loaded; repeatable."),
+]
+IpAdapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ip-adapter", metavar="PATH[:SCALE]", help="IP-Adapter with which the models are loaded; repeatable."
+    ),
+]
+Speeds = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--speed",
+        metavar="exact|fast|draft",
+        help="Speed level; repeat to let requests select one with `quality`. Default: exact.",
+    ),
+]
 Limits = Annotated[
     list[str] | None,
     typer.Option(
@@ -98,7 +126,7 @@ def serve_models(
     port: Port = 8000,
     device: Devices = None,
     dtype: Dtype = None,
-    speed: Speed = "exact",
+    speed: Speeds = None,
     weights: Weights = None,
     api_key: ApiKeys = None,
     no_key: NoKey = False,
@@ -107,6 +135,9 @@ def serve_models(
     max_models: MaxModels = None,
     sizes: Sizes = None,
     lora: Loras = None,
+    lora_dir: LoraFolder = None,
+    control_model: ControlModels = None,
+    ip_adapter: IpAdapters = None,
     data: DataFolder = None,
     limit: Limits = None,
     ray: RayAddress = None,
@@ -136,7 +167,7 @@ def serve_models(
         data=(data or _default_data_folder()).expanduser().absolute(),
         device=devices[0],
         dtype=dtype,
-        speed=speed,
+        speeds=_check_speeds(speed),
         weights=weights,
         host=host,
         port=port,
@@ -145,6 +176,9 @@ def serve_models(
         max_models=max_models,
         sizes=tuple(parse_image_size(text) for text in sizes.split(",")) if sizes else (),
         loras=tuple(read_lora(text) for text in lora or ()),
+        lora_dir=None if lora_dir is None else lora_dir.expanduser().resolve(),
+        controlnets=tuple(control_model or ()),
+        ip_adapters=tuple(ip_adapter or ()),
         otlp=otlp,
         limits=read_limits(limit or (), max_queue),
     )
@@ -159,6 +193,14 @@ def _check_devices(device: list[str] | None, ray: str | None, replicas: str | No
             hint="add --ray auto to start Ray on this machine",
         )
     return devices
+
+
+def _check_speeds(speeds: list[str] | None) -> tuple[str, ...]:
+    from anyaccel.planning.options import check_speed
+
+    for speed in speeds or ():
+        check_speed(speed)
+    return tuple(dict.fromkeys(speeds or ("exact",)))
 
 
 def _serve(settings: ServerSettings, ray: str | None, devices: tuple[str, ...], replicas: str | None) -> None:

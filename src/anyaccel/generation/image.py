@@ -32,7 +32,14 @@ from anyaccel.quantized_weights.quantize import read_error
 from anyaccel.runtime.introspection import find_components, find_models, plain_class
 from anyaccel.runtime.placement_state import find_options
 
-__all__ = ["GeneratedImage", "expected_metadata", "generate_image", "generate_images"]
+__all__ = [
+    "GeneratedImage",
+    "describe_result",
+    "expected_metadata",
+    "generate_image",
+    "generate_images",
+    "group_ip_images",
+]
 
 # Packages that can change an image from one version to the next.
 _PACKAGES = ("anyaccel", "diffusers", "torch", "transformers")
@@ -91,7 +98,7 @@ def generate_images(
     has_prompt = "prompt" in interface.parameters and prompts[0] is not None
     mapped = map_call(interface, call, prompt=has_prompt or bool(prompts[0]))
     check_size(pipe, mapped)
-    mapped |= _group_ip_images(mapped, len(loaded.additions.ip_adapters))
+    mapped |= group_ip_images(mapped, len(loaded.additions.ip_adapters))
     arguments = {**({"prompt": prompts[0]} if has_prompt else {}), "seed": seeds[0], **mapped}
     if count > 1:
         # Pipelines require one negative prompt per prompt, and reject a string next to a list.
@@ -110,7 +117,7 @@ def generate_images(
     return [
         GeneratedImage(
             media=media,
-            metadata=_describe_result(expected_metadata(loaded, prompt, seed, call), media),
+            metadata=describe_result(expected_metadata(loaded, prompt, seed, call), media),
             plan=pipe.plan,
             seconds=seconds,
             note=note if isinstance(media, Video) else "",
@@ -119,13 +126,13 @@ def generate_images(
     ]
 
 
-def _group_ip_images(arguments: Mapping[str, Any], adapters: int) -> dict[str, Any]:
+def group_ip_images(arguments: Mapping[str, Any], adapters: int) -> dict[str, Any]:
     """Return several images for a single IP-Adapter as a list in a list, as diffusers expects them."""
     images = arguments.get("ip_adapter_image")
     return {"ip_adapter_image": [images]} if adapters == 1 and isinstance(images, list) else {}
 
 
-def _describe_result(metadata: ImageMetadata, media: Media) -> ImageMetadata:
+def describe_result(metadata: ImageMetadata, media: Media) -> ImageMetadata:
     """Return the metadata with the actual size and length of a result."""
     if isinstance(media, Audio):
         return replace(metadata, kind="audio", sampling_rate=media.rate)

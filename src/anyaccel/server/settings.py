@@ -45,18 +45,28 @@ class ServerLimits:
     """Pixels of one generated or uploaded image."""
     max_steps: int = 150
     max_n: int = 10
+    max_inputs: int = 16
+    """Input images of one request."""
+    max_frames: int = 481
+    """Frames of a video."""
+    max_video_pixels: int = 2**28
+    """Pixels in all frames of a video."""
+    max_audio_s: float = 600.0
+    """Seconds of audio."""
     max_prompt: int = 8_000
     """Characters of a prompt."""
     max_body: int = 24 * 2**20
     """Bytes of a request body."""
     deadline_s: float = 600.0
     """Seconds from accepting a request to its last image."""
+    video_deadline_s: float = 7200.0
+    """Seconds from accepting a request for a video or audio to its end."""
     body_s: float = 20.0
     """Seconds that a client may take to send a request."""
     send_s: float = 60.0
     """Seconds within which a client must read some of the response."""
     hang_s: float = 300.0
-    """Seconds after which a worker that sends no message, or has jobs and completes no step, is replaced."""
+    """Seconds after which a worker that sends no message, or whose device makes no progress, is replaced."""
     drain_s: float = 60.0
     """Seconds that the shutdown waits for queued and running jobs."""
     keep_s: float = 7 * 24 * 3600.0
@@ -73,7 +83,8 @@ class ServerSettings:
     data: Path
     device: str = "auto"
     dtype: str | None = None
-    speed: str = "exact"
+    speeds: tuple[str, ...] = ("exact",)
+    """Speed levels that requests can select; the first is the default. Each is a copy of every model."""
     weights: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
@@ -86,6 +97,12 @@ class ServerSettings:
     sizes: tuple[tuple[int, int], ...] = ()
     """Widths and heights to warm up; if empty, the model's default size."""
     loras: tuple[ServedName, ...] = ()
+    controlnets: tuple[str, ...] = ()
+    """Folders or Hub IDs of ControlNets, with which every model is loaded."""
+    ip_adapters: tuple[str, ...] = ()
+    """IP-Adapters as `PATH` or `PATH:SCALE`, with which every model is loaded."""
+    lora_dir: Path | None = None
+    """Folder with LoRA files that clients can add at run time."""
     limits: ServerLimits = field(default_factory=ServerLimits)
     otlp: str | None = None
     """OTLP endpoint for traces."""

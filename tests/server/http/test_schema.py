@@ -17,6 +17,10 @@ OPERATIONS = [
     ("GET", "/v1/models/{name}"), ("POST", "/v1/images/generations"), ("POST", "/v1/images/edits"),
     ("POST", "/v1/jobs"), ("GET", "/v1/jobs"), ("GET", "/v1/jobs/{name}"), ("GET", "/v1/jobs/{name}/events"),
     ("GET", "/v1/jobs/{name}/images/{index}"), ("POST", "/v1/jobs/{name}/cancel"), ("DELETE", "/v1/jobs/{name}"),
+    ("GET", "/v1/jobs/{name}/files/{file}"), ("POST", "/v1/videos"), ("GET", "/v1/videos"),
+    ("GET", "/v1/videos/{video_id}"), ("GET", "/v1/videos/{video_id}/content"), ("DELETE", "/v1/videos/{video_id}"),
+    ("POST", "/v1/videos/{video_id}/remix"), ("POST", "/v1/audio/speech"), ("GET", "/v1/loras"),
+    ("POST", "/v1/loras"), ("DELETE", "/v1/loras/{lora}"),
 ]  # fmt: skip
 
 TYPED_OPERATIONS = [
@@ -24,6 +28,9 @@ TYPED_OPERATIONS = [
     ("POST", "/v1/images/edits"),
     ("POST", "/v1/jobs"),
     ("GET", "/v1/jobs"),
+    ("POST", "/v1/videos"),
+    ("GET", "/v1/videos"),
+    ("POST", "/v1/audio/speech"),
 ]
 """Operations with arguments that can have a wrong type; the others have only strings or none."""
 CASES = [(*operation, "positive") for operation in OPERATIONS] + [

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,34 @@ def test_the_queue_is_bounded_and_fair(jobs: JobStore) -> None:
     assert jobs.take(lambda job: False) is None
     order = [job.id for _ in range(4) if (job := jobs.take()) is not None]
     assert order == [many[0], single, many[1], many[2]]
+
+
+def test_jobs_of_busy_models_are_overtaken(jobs: JobStore) -> None:
+    first, second = (jobs.submit({"model": "wan"})[0].id for _ in range(2))
+    other, unnamed = jobs.submit({"model": "tiny"})[0].id, jobs.submit({})[0].id
+    taken = jobs.take(busy_models=["other"])
+    assert taken is not None
+    assert taken.id == first
+    order = [job.id for _ in range(3) if (job := jobs.take(busy_models=["wan"])) is not None]
+    assert order == [other, unnamed]
+    assert [job.id for job in jobs.list() if job.state == "queued"] == [second]
+
+
+def test_pages_of_jobs_of_one_kind(jobs: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1.0)  # jobs can be created at the same time
+    videos = [jobs.submit({"kind": "video", "number": number}, owner="a")[0] for number in range(5)]
+    jobs.submit({"prompt": "an image of version 0.1"}, owner="a")
+    jobs.submit({"kind": "video"}, owner="b")
+    newest = [job.id for job in reversed(videos)]
+
+    def list_page(**options: Any) -> list[str]:
+        return [job.id for job in jobs.page(kind="video", owner="a", **options)]
+
+    assert list_page(limit=10) == newest
+    assert list_page(limit=2) == newest[:2]
+    assert list_page(limit=2, after=videos[3]) == newest[2:4]
+    assert list_page(limit=2, after=videos[1], ascending=True) == [videos[2].id, videos[3].id]
+    assert list_page(limit=2, after=videos[0]) == []
 
 
 def test_inputs_are_stored_until_the_job_ends(jobs: JobStore) -> None:

@@ -21,6 +21,7 @@ from anyaccel.server.http import image_request
 from anyaccel.server.http.image_request import EditRequest
 from anyaccel.server.settings import ServedName, ServerLimits, ServerSettings
 from anyaccel.server.worker.denoise_progress import StepObserver
+from anyaccel.server.worker.job_inputs import read_inputs
 from anyaccel.server.worker.job_spec import JobSpec
 from anyaccel.server.worker.model_cache import ModelCache
 from anyaccel.server.worker.served_model import ServedModel, UnsafeContentError
@@ -51,7 +52,7 @@ def ignore_step(done: int, total: int) -> None:
     return
 
 
-def pixels(image: Image.Image) -> Any:
+def pixels(image: Any) -> Any:
     return numpy.asarray(image.convert("RGB")).astype(int)
 
 
@@ -76,10 +77,11 @@ def test_supported_tasks_are_detected_and_run(model: ServedModel, folder: Path) 
     grey = Image.new("RGB", (32, 32), "grey")
     left = Image.new("L", (SIZE, SIZE), 0)
     left.paste(255, (0, 0, SIZE // 2, SIZE))
-    inputs = {"image": grey, "mask_image": left}
+    inputs = {"image": [grey], "mask_image": [left]}
     painted, metadata = model.generate(
         make_job_spec(task="inpaint", strength=1.0), 0, inputs, StepObserver(ignore_step)
     )
+    assert isinstance(painted, Image.Image)
     assert painted.size == (SIZE, SIZE)
     assert metadata.unrecorded == ("image", "mask_image")
 
@@ -231,7 +233,7 @@ def test_the_least_recently_used_model_is_evicted(folder: Path) -> None:
     )
     loaded: list[str] = []
 
-    def load(served: ServedName) -> Any:
+    def load(served: ServedName, speed: str) -> Any:
         loaded.append(served.name)
         return ServedModel(served, settings)
 
@@ -240,7 +242,7 @@ def test_the_least_recently_used_model_is_evicted(folder: Path) -> None:
         with cache.using(name) as model:
             model.generate(make_job_spec(model=name), 0, {}, StepObserver(ignore_step))
     with cache.using("one"), cache.using("three"):
-        assert set(cache.models) == {"one", "three"}, "a model in use is not evicted"
+        assert {name for name, _ in cache.models} == {"one", "three"}, "a model in use is not evicted"
     assert loaded == ["one", "two", "three"]
 
 
@@ -249,7 +251,7 @@ def test_a_model_waiting_for_memory_is_not_starved(folder: Path) -> None:
     settings = ServerSettings(
         models=names, data=folder, device="cpu", dtype="float32", max_models=1, sizes=((SIZE, SIZE),)
     )
-    cache = ModelCache(settings, lambda served: ServedModel(served, settings))
+    cache = ModelCache(settings, lambda served, speed: ServedModel(served, settings))
     ending, started = threading.Event(), threading.Event()
 
     def use_one() -> None:
@@ -265,7 +267,7 @@ def test_a_model_waiting_for_memory_is_not_starved(folder: Path) -> None:
             pass
         assert not cache.evicting
         with cache.using("two"):
-            assert set(cache.models) == {"two"}
+            assert set(cache.models) == {("two", "exact")}
             ending.set()
         for user in users:
             user.result(180)
@@ -274,8 +276,6 @@ def test_a_model_waiting_for_memory_is_not_starved(folder: Path) -> None:
 
 
 def test_input_images_are_converted_correctly(tmp_path: Path) -> None:
-    from anyaccel.server.worker.worker import _read_images
-
     rotated = Image.new("RGB", (4, 2), "red")
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -283,11 +283,12 @@ def test_input_images_are_converted_correctly(tmp_path: Path) -> None:
     ramp = Image.fromarray(numpy.linspace(0, 65535, 16).astype("uint16").reshape(4, 4))
     ramp.save(tmp_path / "16bit.png")
     Image.new("RGBA", (2, 2), (0, 0, 0, 0)).save(tmp_path / "transparent.png")
-    images = _read_images({name: str(tmp_path / name) for name in ("rotated.jpg", "16bit.png", "transparent.png")})
-    assert images["rotated.jpg"].size == (2, 4)
-    grey = numpy.asarray(images["16bit.png"])[..., 0].flatten()
+    names = ("rotated.jpg", "16bit.png", "transparent.png")
+    images = read_inputs({f"image.{index}": str(tmp_path / name) for index, name in enumerate(names)})["image"]
+    assert images[0].size == (2, 4)
+    grey = numpy.asarray(images[1])[..., 0].flatten()
     assert abs(grey.astype(int) - numpy.linspace(0, 255, 16)).max() <= 1
-    assert images["transparent.png"].getpixel((0, 0)) == (255, 255, 255)
+    assert images[2].getpixel((0, 0)) == (255, 255, 255)
 
 
 def test_the_adapter_lock_is_first_in_first_out() -> None:

@@ -46,7 +46,15 @@ def _merge(all_facts: Sequence[ModelFacts], capacity: int) -> ModelFacts:
         batched={name: any(facts.batched.get(name, False) for facts in all_facts) for name in models},
         max_concurrent=capacity,
         plan="\n\n".join(plans),
+        inputs={task: _keep_common(facts.inputs.get(task, ()) for facts in all_facts) for task in tasks},
+        many_images=all(facts.many_images for facts in all_facts),
     )
+
+
+def _keep_common(names: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    """Return the names that are in all sequences, in the order of the first one."""
+    first, *others = names
+    return tuple(name for name in first if all(name in other for other in others))
 
 
 def add_heartbeats(new: Heartbeat, latest: Iterable[Heartbeat]) -> Heartbeat:

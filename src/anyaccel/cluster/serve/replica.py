@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -26,6 +28,7 @@ from anyaccel.server.worker.worker import Worker, make_load_failed
 
 __all__ = ["Replica"]
 
+_LOG = logging.getLogger(__name__)
 # How long a replica that failed to load reports its error before Serve replaces it.
 _FAILURE_VISIBLE_S = 20.0
 
@@ -40,7 +43,7 @@ class Replica:
         self.load_error: LoadFailed | None = None
         self.heartbeat: Heartbeat | None = None
         """Heartbeat that no stream has sent yet."""
-        self.last_message_at = self.created_at = time.monotonic()
+        self.last_heartbeat_at = self.created_at = time.monotonic()
         self.models: tuple[ModelFacts, ...] = ()
         # Serve retries a constructor that raises: https://github.com/ray-project/ray/issues/31121. The service should
         # end with the reason instead.
@@ -50,11 +53,11 @@ class Replica:
                 device, self.device_lock = claim_device(settings.device)
                 settings = replace(settings, device=device)
             self.worker = Worker(settings, self._on_message)
+            threading.Thread(target=self.worker.beat, daemon=True).start()
             self.models = self.worker.load()
         except Exception as error:  # noqa: BLE001 - reported by the service
             self.load_error = make_load_failed(error)
             return
-        threading.Thread(target=self.worker.beat, daemon=True).start()
 
     def facts(self) -> tuple[ModelFacts, ...] | LoadFailed:
         """Return the properties of the loaded models, or the error that occurred while loading them."""
@@ -69,7 +72,6 @@ class Replica:
             yield [self.load_error]
             return
         mailbox = self.mailboxes[message.job] = _Mailbox()
-        self.last_message_at = time.monotonic()
         self.worker.begin(message)
         try:
             ended = False
@@ -84,24 +86,28 @@ class Replica:
             del self.mailboxes[message.job]
 
     def check_health(self) -> None:
-        """Raise if the model failed to load or generation hangs, so that Ray Serve replaces this replica.
+        """Raise if the model failed to load or the worker sends no heartbeats, so that Ray Serve replaces this replica.
 
         Ray Serve calls this method periodically.
         """
         limit = self.settings.limits.hang_s
         if self.load_error is not None and time.monotonic() - self.created_at > _FAILURE_VISIBLE_S:
             raise RuntimeError(self.load_error.message)
-        if self.mailboxes and time.monotonic() - self.last_message_at > limit:
-            raise RuntimeError(f"no denoising step has finished in the last {limit:.0f} s")
+        if self.load_error is None and time.monotonic() - self.last_heartbeat_at > limit:
+            raise RuntimeError(f"the worker has sent no heartbeat for {limit:.0f} s")
 
     def _on_message(self, message: Any) -> None:
         if isinstance(message, Heartbeat):
+            self.last_heartbeat_at = time.monotonic()
+            if message.stalled_s > self.settings.limits.hang_s:
+                # Not by `check_health`, which Ray Serve does not call before the constructor has returned.
+                _LOG.error("anyaccel: the device made no progress for %.0f s; ending the replica", message.stalled_s)
+                os._exit(1)
             unsent = self.heartbeat
             self.heartbeat = (
                 message if unsent is None else replace(message, batches=_add_counts(unsent.batches, message.batches))
             )
             return
-        self.last_message_at = time.monotonic()
         if isinstance(message, LoadProgress):
             return
         mailbox = self.mailboxes.get(message.job)

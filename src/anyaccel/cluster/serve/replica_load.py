@@ -24,7 +24,7 @@ _LOST_S = 30.0
 
 def find_shape(spec: Mapping[str, Any]) -> Shape:
     """Return the model, image size and LoRA of a request, which all images in a batch must share."""
-    return tuple(spec.get(name) for name in ("model", "width", "height", "lora", "lora_scale"))
+    return tuple(spec.get(name) for name in ("model", "width", "height", "lora", "lora_scale", "speed", "num_frames"))
 
 
 @dataclass(frozen=True)

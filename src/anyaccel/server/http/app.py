@@ -12,12 +12,16 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 import anyaccel
+from anyaccel.server.http.audio_api import router as audio_router
+from anyaccel.server.http.docs_page import router as docs_router
 from anyaccel.server.http.errors import ApiError, describe_invalid, make_response
 from anyaccel.server.http.images_api import router as images_router
 from anyaccel.server.http.jobs_api import router as jobs_router
+from anyaccel.server.http.loras_api import router as loras_router
 from anyaccel.server.http.middleware import RequestMiddleware
 from anyaccel.server.http.service import Service
 from anyaccel.server.http.status_api import router as status_router
+from anyaccel.server.http.videos_api import router as videos_router
 from anyaccel.server.http.web_page import router as page_router
 
 __all__ = ["make_app"]
@@ -35,16 +39,24 @@ def make_app(service: Service) -> FastAPI:
     app = FastAPI(
         title="anyaccel",
         version=anyaccel.__version__,
-        summary="Image generation with diffusion pipelines on any accelerator.",
+        summary="Images, videos and audio from diffusion pipelines on any accelerator.",
         lifespan=lifespan,
-        # FastAPI's documentation pages load scripts from a CDN (https://github.com/fastapi/fastapi/issues/4924), and
-        # the service must also work on machines without internet access.
+        # Replaced by `docs_page`, which works on machines without internet access.
         docs_url=None,
         redoc_url=None,
         openapi_url="/openapi.json",
     )
     app.state.service = service
-    for router in (images_router, jobs_router, status_router, page_router):
+    for router in (
+        images_router,
+        videos_router,
+        audio_router,
+        jobs_router,
+        loras_router,
+        status_router,
+        page_router,
+        docs_router,
+    ):
         app.include_router(router)
     _add_exception_handlers(app)
     app.add_middleware(RequestMiddleware, service=service)

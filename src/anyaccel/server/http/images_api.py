@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import FormData, UploadFile
 
-from anyaccel.server.http.errors import NO_RETRY, ApiError, describe_failure, describe_invalid
-from anyaccel.server.http.image_request import EditRequest, ImageRequest, check_image, describe_form, make_job_spec
+from anyaccel.server.http.errors import NO_RETRY, ApiError, describe_failure
+from anyaccel.server.http.generation_request import read_form_fields
+from anyaccel.server.http.image_request import FILE_FIELDS, EditRequest, ImageRequest, describe_form, make_job_spec
+from anyaccel.server.http.input_files import check_images, check_inputs, read_form
 from anyaccel.server.http.responses import KEEP_ALIVE, describe_images, describe_model, make_event, write_event
 from anyaccel.server.http.service import ClientGoneError, Service, ServiceOf
 from anyaccel.server.jobs.store import Job
 from anyaccel.server.worker.job_spec import Task
 
-__all__ = ["begin_job", "router"]
+__all__ = ["begin_image_job", "check_done", "router"]
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": description}
@@ -39,9 +39,6 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         504: "The deadline passed before the images were finished",
     }.items()
 }
-# Pipeline arguments by form field. OpenAI's clients send a list of images as `image[]`.
-_FILE_FIELDS = {"image": "image", "image[]": "image", "mask": "mask_image"}
-_MAX_FIELDS = 40
 _RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"description": "The images", "content": {"application/json": {}, "text/event-stream": {}}},
     **_ERRORS,
@@ -52,7 +49,7 @@ router = APIRouter(prefix="/v1")
 @router.get("/models", summary="List the served models", responses={401: _ERRORS[401]})
 async def list_models(service: ServiceOf) -> dict[str, Any]:
     """Return all served models, starting with the default model."""
-    models = [describe_model(facts, service.created) for facts in service.dispatcher.models.values()]
+    models = [describe_model(facts, service.created) for facts in service.models.values()]
     return {"object": "list", "data": models}
 
 
@@ -60,7 +57,7 @@ async def list_models(service: ServiceOf) -> dict[str, Any]:
 @router.get("/models/{name:path}", summary="Describe one model", responses={401: _ERRORS[401], 404: _ERRORS[404]})
 async def show_model(name: str, service: ServiceOf) -> dict[str, Any]:
     """Return a model's device, tasks, image sizes and defaults."""
-    facts = service.dispatcher.models.get(name)
+    facts = service.models.get(name)
     if facts is None:
         message = f"unknown model {name[:80]!r}; list the models with GET /v1/models"
         raise ApiError(404, "model_not_found", message, param="model")
@@ -73,7 +70,7 @@ async def generate(body: ImageRequest, request: Request, service: ServiceOf) -> 
 
     This endpoint is compatible with OpenAI's and also accepts diffusers arguments.
     """
-    job = await begin_job(service, request, body)
+    job = await begin_image_job(service, request, body)
     return await _respond(service, request, body, job)
 
 
@@ -89,13 +86,21 @@ async def edit(request: Request, service: ServiceOf) -> Response:
 
     This endpoint is compatible with OpenAI's. With a mask, only the masked area changes.
     """
-    body, images = await _read_form(request)
-    job = await begin_job(service, request, body, images)
+    form = await read_form(request, FILE_FIELDS, service.settings.limits)
+    if not form.inputs or set(form.inputs) == {"mask_image"}:
+        raise ApiError(400, "missing_required_parameter", "the file field 'image' is missing", param="image")
+    body = read_form_fields(EditRequest, form.fields)
+    job = await begin_image_job(service, request, body, form.inputs, from_form=True)
     return await _respond(service, request, body, job)
 
 
-async def begin_job(
-    service: Service, request: Request, body: ImageRequest, images: dict[str, bytes] | None = None
+async def begin_image_job(
+    service: Service,
+    request: Request,
+    body: ImageRequest,
+    inputs: Mapping[str, list[bytes]] | None = None,
+    *,
+    from_form: bool = False,
 ) -> Job:
     """Validate a request, store it as a job and return the job.
 
@@ -103,16 +108,15 @@ async def begin_job(
     mask.
     """
     service.check_ready()
-    images = images or {}
+    inputs = inputs or {}
     limits = service.settings.limits
     task: Task = "generate"
-    size = None
-    if images:
-        task = "inpaint" if "mask_image" in images else "edit"
-        sizes = [await run_in_threadpool(check_image, content, name, limits) for name, content in images.items()]
-        size = sizes[0]
-    spec = make_job_spec(body, task, service.dispatcher.models, limits, size)
-    return await service.accept(request, spec, body, images)
+    if "image" in inputs:
+        task = "inpaint" if "mask_image" in inputs else "edit"
+    size = await check_images(inputs, limits)
+    spec = make_job_spec(body, task, service.models, limits, size, from_form=from_form)
+    check_inputs(inputs, service.models[spec.model], task)
+    return await service.accept(request, spec, body, inputs)
 
 
 async def _respond(service: Service, request: Request, body: ImageRequest, job: Job) -> Response:
@@ -132,14 +136,15 @@ async def _respond(service: Service, request: Request, body: ImageRequest, job: 
         if not detached:
             await run_in_threadpool(service.dispatcher.cancel, job.id)
         return Response(status_code=499)  # nginx's "client closed request"; only the log shows it
-    _check_done(ended_job)
+    check_done(ended_job)
     contents = await service.read_images(ended_job)
     base = str(request.base_url).rstrip("/")
     response = describe_images(ended_job, contents, service.signer, as_url=body.response_format == "url", base=base)
     return JSONResponse(response, headers=headers)
 
 
-def _check_done(job: Job) -> None:
+def check_done(job: Job) -> None:
+    """Raise `ApiError` if a job that has ended has no result."""
     if job.state == "cancelled":
         raise ApiError(409, "cancelled", "the job was cancelled", headers=NO_RETRY)
     if job.state != "done":
@@ -170,7 +175,7 @@ async def _stream(service: Service, request: Request, job: Job, detached: bool) 
                 yield make_event(f"{kind}.completed", job, event.content, now, index=event.index, size=size)
         ended = True
         ended_job = await service.find(request, job.id)
-        _check_done(ended_job)
+        check_done(ended_job)
         # The last image has no event of its own, because it ends the job. The others may have been sent already.
         for index, content in enumerate(await service.read_images(ended_job)):
             if index not in sent:
@@ -184,34 +189,3 @@ async def _stream(service: Service, request: Request, job: Job, detached: bool) 
         if not ended and not detached:
             # Not awaited: if the task was cancelled, an await would raise before the job is cancelled.
             asyncio.get_running_loop().run_in_executor(None, service.dispatcher.cancel, job.id)
-
-
-async def _read_form(request: Request) -> tuple[EditRequest, dict[str, bytes]]:
-    content_type = request.headers.get("content-type", "")
-    if not content_type.startswith("multipart/form-data"):
-        message = "the Content-Type must be multipart/form-data, with the image in the field `image`"
-        raise ApiError(415, "unsupported_media_type", message)
-    fields: dict[str, str] = {}
-    images: dict[str, bytes] = {}
-    form: FormData
-    async with request.form(max_files=4, max_fields=_MAX_FIELDS) as form:
-        for name, value in form.multi_items():
-            if isinstance(value, UploadFile):
-                argument = _FILE_FIELDS.get(name)
-                if argument is None:
-                    message = f"unknown file field {name[:60]!r}; use `image` and `mask`"
-                    raise ApiError(400, "unknown_parameter", message, param=name[:60])
-                if argument in images:
-                    raise ApiError(400, "too_many_images", "only one image can be edited per request", param="image")
-                images[argument] = await value.read()
-            elif name in _FILE_FIELDS:
-                raise ApiError(400, "invalid_image", f"the field {name!r} must be a file upload", param=name)
-            else:
-                fields[name] = value
-    if "image" not in images:
-        raise ApiError(400, "missing_required_parameter", "the file field 'image' is missing", param="image")
-    try:
-        # Form values are strings, which the model's strict mode would reject.
-        return EditRequest.model_validate_strings(fields), images
-    except ValidationError as error:
-        raise describe_invalid(error) from error

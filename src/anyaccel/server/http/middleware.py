@@ -29,8 +29,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_PUBLIC_PATHS = ("/", "/healthz", "/readyz", "/page.css", "/page.js")
-_IMAGE_PATH = re.compile(r"/v1/jobs/(job_[0-9a-f]{32})/images/([0-9]{1,4})")
+_PUBLIC_PATHS = ("/", "/docs", "/docs.css", "/healthz", "/readyz", "/page.css", "/page.js")
+_IMAGE_PATH = re.compile(r"/v1/jobs/(job_[0-9a-f]{32})/(?:images/([0-9]{1,4})|files/([0-9a-z_.]{1,80}))")
 # Limits for reading and discarding a rejected body: many clients read the response only after they have sent it.
 _DRAIN_BYTES, _DRAIN_S = 64 * 2**20, 5.0
 
@@ -93,10 +93,12 @@ class RequestMiddleware:
         raise ApiError(401, "invalid_api_key", message, headers={"WWW-Authenticate": "Bearer"})
 
     def _has_token(self, scope: Scope) -> bool:
-        """Return whether the request is for an image and contains a valid token for it."""
+        """Return whether the request is for a file of a job and contains a valid token for it."""
         match = _IMAGE_PATH.fullmatch(scope["path"])
         tokens = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])
-        return match is not None and self.service.signer.is_signed(match[1], int(match[2]), tokens[0])
+        if match is None:
+            return False
+        return self.service.signer.is_signed(match[1], match[3] if match[2] is None else int(match[2]), tokens[0])
 
     async def _read_body(self, scope: Scope, receive: Receive) -> Receive:
         """Read the complete request body and return a `receive` callable that replays it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import secrets
 import sqlite3
@@ -16,15 +17,21 @@ from fastapi import Depends, Request
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
+from anyaccel.errors import UsageError
+from anyaccel.media.encode import estimate_bytes
+from anyaccel.media.output import check_free_space
+from anyaccel.server.http.added_loras import AddedLoras
 from anyaccel.server.http.errors import NO_RETRY, ApiError
-from anyaccel.server.http.responses import Signer, describe_job
+from anyaccel.server.http.input_files import name_inputs
+from anyaccel.server.http.responses import Signer, describe_job, describe_video
 from anyaccel.server.jobs.dispatcher import Dispatcher
 from anyaccel.server.jobs.events import EventBus, JobEvent
 from anyaccel.server.jobs.job_traces import JobTraces
 from anyaccel.server.jobs.metrics import Metrics
 from anyaccel.server.jobs.store import ENDED, Job, JobStore, KeyTakenError, QueueFullError
 from anyaccel.server.settings import ServerSettings
-from anyaccel.server.worker.job_spec import JobSpec
+from anyaccel.server.worker.job_spec import INPUT_MARK, SUFFIXES, JobSpec
+from anyaccel.server.worker.messages import ModelFacts
 from anyaccel.server.worker.transport import WorkerProcess, WorkerTransport
 from anyaccel.storage.atomic_write import atomic_write
 
@@ -51,6 +58,7 @@ class Service:
         self.dispatcher = Dispatcher(settings, self.jobs, self.bus, self.metrics, make_transport)
         self.signer = Signer(_read_secret(settings.data))
         self.traces = JobTraces(settings.otlp)
+        self.loras = AddedLoras(settings.lora_dir, settings.data / "loras.json")
         self.dispatcher.on_end += [self.metrics.record_end, self.traces.record_end]
         self.created = int(time.time())
         # Shutdown has two phases. `draining`: new jobs are rejected while accepted ones finish. `ended`: requests that
@@ -69,6 +77,11 @@ class Service:
         self.traces.close()
         self.jobs.close()
 
+    @property
+    def models(self) -> dict[str, ModelFacts]:
+        """The properties of the served models by name, starting with the default model."""
+        return self.loras.merge(self.dispatcher.models)
+
     def check_ready(self) -> None:
         """Raise `ApiError` with status 503 if the service is still starting or is shutting down."""
         # Not `is_ready`: while a dead worker restarts, its models are known and new jobs can wait in the queue.
@@ -76,7 +89,7 @@ class Service:
             reason = "shutting down" if self.draining else self.dispatcher.start_state.message
             raise ApiError(503, "not_ready", f"the service is not ready: {reason}", headers={"Retry-After": "5"})
 
-    async def accept(self, request: Request, spec: JobSpec, body: BaseModel, inputs: Mapping[str, bytes]) -> Job:
+    async def accept(self, request: Request, spec: JobSpec, body: BaseModel, inputs: Mapping[str, list[bytes]]) -> Job:
         """Store a request as a job, notify the dispatcher and return the job.
 
         If the request repeats an idempotency key, the existing job is returned. Raises `ApiError` if the
@@ -84,14 +97,16 @@ class Service:
         """
         user = getattr(body, "user", None)
         # Digest of the body, not of the spec: if the client sets no seed, each spec has a different random one.
-        digest = hashlib.sha256(f"{request.url.path} {body.model_dump_json(exclude_none=True)}".encode())
-        for name, content in inputs.items():
+        digest = hashlib.sha256(f"{request.url.path} {_write_body(body)}".encode(errors="surrogatepass"))
+        files = name_inputs(inputs)
+        for name, content in files.items():
             digest.update(name.encode() + hashlib.sha256(content).digest())
         owner = str(request.state.owner)
         key = request.headers.get("idempotency-key")
         if key is not None and not 0 < len(key) <= 255:
             raise ApiError(400, "invalid_value", f"the Idempotency-Key must have 1 to 255 characters, not {len(key)}")
         try:
+            await run_in_threadpool(self._check_free_space, spec)
             job, new = await run_in_threadpool(
                 self.jobs.submit,
                 spec.to_dict(),
@@ -99,7 +114,7 @@ class Service:
                 lane=f"{owner}/{user or ''}",
                 key=key,
                 request_digest=digest.hexdigest(),
-                inputs=inputs,
+                inputs=files,
                 max_queue=self.settings.limits.max_queue,
             )
         except QueueFullError as error:
@@ -122,6 +137,21 @@ class Service:
             self.traces.record_job(job.id, self.traces.read_parent(dict(request.headers)))
             await run_in_threadpool(self.dispatcher.wake)
         return job
+
+    def _check_free_space(self, spec: JobSpec) -> None:
+        """Raise `ApiError` if the disk has no space for a video or audio, before anything is computed."""
+        if spec.kind == "image":
+            return  # small, and generated within seconds
+        size = estimate_bytes(
+            spec.kind, SUFFIXES[spec.output_format], width=spec.width, height=spec.height, frames=spec.num_frames or 0,
+            seconds=spec.seconds or 0.0,
+        )  # fmt: skip
+        try:
+            check_free_space(self.settings.data, size)
+        except UsageError as error:
+            _LOG.error("anyaccel: %s", error.message)
+            message = "the service cannot store the result; its disk is almost full"
+            raise ApiError(503, "storage", message, headers={"Retry-After": "30"}) from error
 
     async def find(self, request: Request, job_id: str) -> Job:
         """Return a job by ID; raise `ApiError` if it does not exist or belongs to another client."""
@@ -187,9 +217,44 @@ class Service:
         return await run_in_threadpool(lambda: [self._describe(job) for job in jobs])
 
     def _describe(self, job: Job) -> dict[str, Any]:
-        fraction = self.bus.fraction(job.id, len(job.request["seeds"])) if job.state == "running" else 0.0
         waiting = self.jobs.count_before(job) if job.state == "queued" else None
-        return describe_job(job, self.signer, fraction, waiting)
+        return describe_job(job, self.signer, self._find_fraction(job), waiting)
+
+    async def describe_video(self, job: Job) -> dict[str, Any]:
+        """Return a video job in the format of OpenAI's video endpoints."""
+        return describe_video(job, self._find_fraction(job), self.settings.limits.keep_s)
+
+    def _find_fraction(self, job: Job) -> float:
+        if job.state != "running":
+            return 0.0
+        is_saved = job.request.get("kind", "image") != "image"
+        return self.bus.fraction(job.id, len(job.request["seeds"]), with_saving=is_saved)
+
+    def read_kept_inputs(self, job: Job) -> dict[str, list[bytes]]:
+        """Return the input images of a finished job, which are stored with its results."""
+        inputs: dict[str, list[bytes]] = {}
+        for name in sorted((job.result or {}).get("files", [])):
+            file, (_, _, input_name) = self.jobs.find_file(job, name), name.partition(INPUT_MARK)
+            if not input_name:
+                continue
+            if file is None or not file.is_file():
+                raise ApiError(404, "video_not_found", f"the files of {job.id} have expired")
+            inputs.setdefault(input_name.partition(".")[0], []).append(file.read_bytes())
+        return inputs
+
+
+# Order of the fields in version 0.1: a request must have the same digest after an update.
+_DIGEST_FIELDS = (
+    "prompt", "model", "n", "size", "response_format", "output_format", "output_compression", "stream",
+    "partial_images", "user", "quality", "style", "moderation", "background", "seed", "negative_prompt",
+    "num_inference_steps", "guidance_scale", "lora", "lora_scale", "strength", "input_fidelity",
+)  # fmt: skip
+
+
+def _write_body(body: BaseModel) -> str:
+    values = body.model_dump(exclude_none=True)
+    ordered = {name: values.pop(name) for name in _DIGEST_FIELDS if name in values}
+    return json.dumps({**ordered, **values}, separators=(",", ":"), ensure_ascii=False)
 
 
 def _find_service(request: Request) -> Service:

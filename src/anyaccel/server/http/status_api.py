@@ -15,7 +15,10 @@ __all__ = ["router"]
 
 router = APIRouter()
 # Limits that a request can exceed.
-_LIMITS = ("max_queue", "max_n", "max_steps", "max_pixels", "max_prompt")
+_LIMITS = (
+    "max_queue", "max_n", "max_inputs", "max_steps", "max_pixels", "max_prompt", "max_frames", "max_video_pixels",
+    "max_audio_s",
+)  # fmt: skip
 
 
 @router.get("/healthz", summary="Liveness probe")

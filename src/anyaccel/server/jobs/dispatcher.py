@@ -6,6 +6,7 @@ import logging
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,7 +14,8 @@ from typing import Any, Literal
 from anyaccel.server.jobs.events import EventBus, JobEvent
 from anyaccel.server.jobs.metrics import Metrics
 from anyaccel.server.jobs.store import ENDED, Job, JobStore
-from anyaccel.server.settings import ServerSettings
+from anyaccel.server.settings import ServerSettings, compute_max_in_flight
+from anyaccel.server.worker.job_spec import SUFFIXES
 from anyaccel.server.worker.messages import (
     CancelJob,
     Heartbeat,
@@ -27,6 +29,7 @@ from anyaccel.server.worker.messages import (
     NotReady,
     PreviewImage,
     RunJob,
+    SavingProgress,
     StepDone,
     WorkerLost,
 )
@@ -62,8 +65,8 @@ class _DispatchedJob:
     job: Job
     images: dict[int, ImageDone] = field(default_factory=dict)
     """Finished images by index."""
-    overdue: bool = False
-    """Whether the job is being cancelled because its deadline passed."""
+    overdue_since: float | None = None
+    """Monotonic time at which the job was cancelled because its deadline passed."""
 
     @property
     def image_count(self) -> int:
@@ -95,6 +98,8 @@ class Dispatcher:
         self.started_at = time.time()
         # Heartbeats count as messages but not as progress: a worker with a stuck device still sends them.
         self.last_message = self.last_progress = time.monotonic()
+        # From the last heartbeat: seconds without progress of the threads that use the device.
+        self.stalled_s = 0.0
         # Moving average of the seconds per image, measured by the worker.
         self.image_seconds = 1.0
         self._transport: WorkerTransport | None = None
@@ -118,9 +123,8 @@ class Dispatcher:
         with self.lock:
             if self.start_state.state != "ready" or self._transport is None:
                 return
-            while (job := self.jobs.take(self._has_capacity)) is not None:
+            while (job := self.jobs.take(self._has_capacity, self._list_busy_models())) is not None:
                 self.running[job.id] = _DispatchedJob(job)
-                self.last_progress = time.monotonic()
                 inputs = {name: str(path) for name, path in self.jobs.list_inputs(job).items()}
                 self._transport.send(RunJob(job.id, job.request, inputs))
                 self.bus.publish(job.id, JobEvent("state"))
@@ -167,6 +171,17 @@ class Dispatcher:
     def _has_capacity(self, job: Job) -> bool:
         busy = sum(dispatched.image_count for dispatched in self.running.values())
         return self._transport is not None and self._transport.has_capacity(busy, len(job.request["seeds"]))
+
+    def _list_busy_models(self) -> list[str]:
+        """Return the models that run one call at a time and have one.
+
+        Their next jobs wait in the queue, not in the worker: if the worker dies, only a running job loses an attempt.
+        """
+        capacities = {name: facts.max_concurrent for name, facts in self.models.items()}
+        counts = Counter[str]()
+        for dispatched in self.running.values():
+            counts[dispatched.job.request.get("model", "")] += dispatched.image_count
+        return [name for name, count in counts.items() if count >= compute_max_in_flight(capacities.get(name, 1))]
 
     def _send(self, message: CancelJob) -> None:
         with self.lock:
@@ -216,6 +231,7 @@ class Dispatcher:
         """
         was_ready, cleaned_at = False, time.monotonic()
         self.last_message = self.last_progress = time.monotonic()
+        self.stalled_s = 0.0
         while not self.stopping:
             try:
                 message = transport.receive(_POLL_S)
@@ -256,13 +272,19 @@ class Dispatcher:
         self.jobs.expire(older_than_s=limits.keep_s, max_bytes=limits.keep_bytes)
 
     def _hangs(self) -> bool:
-        """Return whether the worker has sent no message, or made no progress, for `hang_s` seconds.
+        """Return whether the worker has hung for `hang_s` seconds.
 
-        Progress is expected only while jobs are running.
+        It then sends no message, or its heartbeats report that the device makes no progress, or it does not stop a job
+        whose deadline has passed and reports no step of another job either.
         """
+        now, hang_s = time.monotonic(), self.settings.limits.hang_s
         with self.lock:
-            since = self.last_progress if self.running else self.last_message
-            return time.monotonic() - min(since, self.last_message) > self.settings.limits.hang_s
+            overdue = [job.overdue_since for job in self.running.values() if job.overdue_since is not None]
+            return (
+                now - self.last_message > hang_s
+                or self.stalled_s > hang_s
+                or (bool(overdue) and now - max(self.last_progress, min(overdue)) > hang_s)
+            )
 
     def _handle_worker_end(self, transport: WorkerTransport, was_ready: bool) -> None:
         with self.lock:
@@ -293,6 +315,7 @@ class Dispatcher:
     def _handle(self, message: Any) -> None:
         if isinstance(message, Heartbeat):
             self.metrics.record_heartbeat(message)
+            self.stalled_s = message.stalled_s
             return
         self.last_progress = time.monotonic()
         if isinstance(message, LoadProgress):
@@ -321,6 +344,8 @@ class Dispatcher:
         if isinstance(message, StepDone):
             self.metrics.step_seconds.observe(message.seconds)
             self.bus.publish(job_id, JobEvent("step", message.index, message.done, message.total))
+        elif isinstance(message, SavingProgress):
+            self.bus.publish(job_id, JobEvent("save", message.index, message.done, message.total))
         elif isinstance(message, PreviewImage):
             self.bus.publish(job_id, JobEvent("preview", message.index, number=message.number, content=message.content))
         elif isinstance(message, ImageDone):
@@ -335,18 +360,23 @@ class Dispatcher:
         elif isinstance(message, JobFailed):
             self._end(self._fail(job_id, message.code, message.message, message.status))
         elif isinstance(message, JobStopped):
-            if dispatched.overdue:
+            if dispatched.overdue_since is not None:
                 self._end(self._fail(job_id, *_DEADLINE_ERROR))
             else:
                 self._end(self.jobs.stop(job_id))
 
     def _finish(self, dispatched: _DispatchedJob) -> None:
         images = [dispatched.images[index] for index in sorted(dispatched.images)]
-        output_format = dispatched.job.request["output_format"]
-        suffix = {"jpeg": "jpg"}.get(output_format, output_format)
-        files = [(f"{image.index}.{suffix}", image.content) for image in images]
+        suffix = SUFFIXES[dispatched.job.request["output_format"]]
+        files = [(f"{image.index}{suffix}", image.content) for image in images]
+        files += [(f"{image.index}.{name}", content) for image in images for name, content in image.files.items()]
         image_records = [
-            {"width": image.width, "height": image.height, "seed": image.seed, "seconds": image.seconds}
+            {
+                **({"width": image.width, "height": image.height} if image.width else {}),
+                "seed": image.seed,
+                "seconds": image.seconds,
+                **image.details,
+            }
             for image in images
         ]
         try:
@@ -377,17 +407,20 @@ class Dispatcher:
         The deadline is measured from the time the job was accepted or the service started, whichever is
         later.
         """
-        now = time.time()
+        now, limits = time.time(), self.settings.limits
+        deadlines = {"image": limits.deadline_s, "video": limits.video_deadline_s, "audio": limits.video_deadline_s}
         # Requeued jobs are often older than the deadline: a restart gives them the full time again.
-        if now - self.started_at < self.settings.limits.deadline_s:
+        if now - self.started_at < min(deadlines.values()):
             return
-        for job in self.jobs.overdue(now - self.settings.limits.deadline_s):
+        for job in self.jobs.overdue(now - min(deadlines.values())):
+            if now - max(job.created, self.started_at) < deadlines[job.request.get("kind", "image")]:
+                continue
             if job.state == "queued":
                 self._notify_end(self._fail(job.id, *_DEADLINE_ERROR))
                 continue
             with self.lock:
                 dispatched = self.running.get(job.id)
-                if dispatched is None or dispatched.overdue:
+                if dispatched is None or dispatched.overdue_since is not None:
                     continue
-                dispatched.overdue = True  # the job fails when the worker confirms with `JobStopped`
+                dispatched.overdue_since = time.monotonic()  # the job fails when the worker confirms with `JobStopped`
             self._send(CancelJob(job.id))

@@ -12,6 +12,8 @@ from typing import Literal
 
 __all__ = ["EventBus", "JobEvent", "Progress", "Subscription"]
 
+# Part of the progress of a video that is its encoding.
+_SAVING_SHARE = 0.05
 # Queued events per subscriber. If a slow client falls further behind, its oldest steps and previews are dropped.
 _MAX_QUEUED = 64
 
@@ -20,10 +22,11 @@ _MAX_QUEUED = 64
 class JobEvent:
     """Change in a job's state or progress.
 
-    A `preview` event contains a preview image, and a `made` event contains a finished image.
+    A `preview` event contains a preview image, and a `made` event contains a finished image. A `save` event has the
+    number of encoded frames of a video.
     """
 
-    kind: Literal["step", "preview", "made", "state"]
+    kind: Literal["step", "preview", "made", "save", "state"]
     index: int = 0
     """Position of the image in its job."""
     done: int = 0
@@ -39,17 +42,27 @@ class Progress:
 
     steps: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Done and total steps by image index."""
+    saves: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Done and total frames of videos that are encoded."""
     images: list[JobEvent] = field(default_factory=list)
     """Events with previews and finished images."""
 
     def to_events(self) -> list[JobEvent]:
         """Return the events that inform a new subscriber of the job's progress so far."""
         steps = [JobEvent("step", index, done, total) for index, (done, total) in self.steps.items()]
-        return [*steps, *self.images]
+        saves = [JobEvent("save", index, done, total) for index, (done, total) in self.saves.items()]
+        return [*steps, *self.images, *saves]
 
-    def fraction(self, images: int) -> float:
-        """Return the fraction of a job's steps that are done, from 0 to 1, for a job with `images` images."""
-        return sum(done / total for done, total in self.steps.values() if total) / max(1, images)
+    def fraction(self, images: int, *, with_saving: bool) -> float:
+        """Return the fraction of a job's steps that are done, from 0 to 1, for a job with `images` images.
+
+        With `with_saving=True`, the encoding of the results is the last part of the job.
+        """
+        steps, saves = (
+            sum(done / total for done, total in counts.values() if total) / max(1, images)
+            for counts in (self.steps, self.saves)
+        )
+        return (1 - _SAVING_SHARE) * steps + _SAVING_SHARE * saves if with_saving else steps
 
 
 class Subscription:
@@ -83,7 +96,7 @@ class Subscription:
         """Add an event to the queue. Not thread-safe: call it only from the event loop's thread."""
         if len(self.queued) >= _MAX_QUEUED:
             # Never drop `state` events: a reader that misses the last one would wait forever.
-            droppable = next((queued for queued in self.queued if queued.kind in ("step", "preview")), None)
+            droppable = next((queued for queued in self.queued if queued.kind in ("step", "save", "preview")), None)
             if droppable is not None:
                 self.queued.remove(droppable)
         self.queued.append(event)
@@ -124,6 +137,8 @@ class EventBus:
                 progress = self.progress.setdefault(job, Progress())
                 if event.kind == "step":
                     progress.steps[event.index] = (event.done, event.total)
+                elif event.kind == "save":
+                    progress.saves[event.index] = (event.done, event.total)
                 else:
                     # All previews, not only the last: a late subscriber must receive each of them.
                     progress.images.append(event)
@@ -143,8 +158,8 @@ class EventBus:
         with self.lock:
             self.progress.pop(job, None)
 
-    def fraction(self, job: str, images: int) -> float:
-        """Return the completed fraction, from 0 to 1, of a job with `images` images."""
+    def fraction(self, job: str, images: int, *, with_saving: bool = False) -> float:
+        """Return the completed fraction, from 0 to 1, of a job with `images` images; see `Progress.fraction`."""
         with self.lock:
             progress = self.progress.get(job)
-            return 0.0 if progress is None else progress.fraction(images)
+            return 0.0 if progress is None else progress.fraction(images, with_saving=with_saving)

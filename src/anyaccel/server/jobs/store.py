@@ -17,7 +17,7 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,16 +165,19 @@ class JobStore:
         shutil.rmtree(self._inputs_of(job_id), ignore_errors=True)
         return existing, False
 
-    def take(self, fits: Callable[[Job], bool] = lambda job: True) -> Job | None:
+    def take(self, fits: Callable[[Job], bool] = lambda job: True, busy_models: Collection[str] = ()) -> Job | None:
         """Mark the next queued job as running and return it.
 
-        Returns None if the queue is empty or `fits` returns false for the next job.
+        Returns None if the queue is empty or `fits` returns false for the next job. Jobs for the models in
+        `busy_models` stay in the queue, and others overtake them.
         """
         with self._writing():
             # If the first job does not fit, none is taken: smaller jobs would overtake a large one forever.
             job = self._find(
-                "state = 'queued' ORDER BY (SELECT COUNT(*) FROM jobs AS other WHERE other.state = 'running' "
-                "AND other.lane = jobs.lane), created, rowid LIMIT 1"
+                "state = 'queued' AND COALESCE(json_extract(request, '$.model'), '') NOT IN "
+                "(SELECT value FROM json_each(?)) ORDER BY (SELECT COUNT(*) FROM jobs AS other "
+                "WHERE other.state = 'running' AND other.lane = jobs.lane), created, rowid LIMIT 1",
+                json.dumps(list(busy_models)),
             )
             if job is None or not fits(job):
                 return None
@@ -320,6 +323,21 @@ class JobStore:
         with self._lock:
             job = self._find("id = ?", job_id)
         return job if job is not None and owner in (None, job.owner) else None
+
+    def page(
+        self, *, kind: str, owner: str, limit: int, after: Job | None = None, ascending: bool = False
+    ) -> list[Job]:
+        """Return up to `limit` jobs of one kind; with `after`, only those that follow that job in the order."""
+        direction, comparison = ("ASC", ">") if ascending else ("DESC", "<")
+        where, values = "owner = ? AND json_extract(request, '$.kind') = ?", [owner, kind]
+        if after is not None:
+            # Jobs may have been created at the same time.
+            where += f" AND (created, rowid) {comparison} (SELECT created, rowid FROM jobs WHERE id = ?)"
+            values.append(after.id)
+        query = f"SELECT * FROM jobs WHERE {where} ORDER BY created {direction}, rowid {direction} LIMIT ?"
+        with self._lock:
+            rows = self._database.execute(query, (*values, limit)).fetchall()
+        return [_read_job(row) for row in rows]
 
     def list(self, *, owner: str | None = None, limit: int = 100, before: Job | None = None) -> list[Job]:
         """Return up to `limit` jobs, newest first; with `before`, only those older than that job."""

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from anyaccel.media.types import Kind
+
 __all__ = [
+    "AudioFacts",
     "CancelJob",
     "Heartbeat",
     "ImageDone",
@@ -19,7 +22,9 @@ __all__ = [
     "NotReady",
     "PreviewImage",
     "RunJob",
+    "SavingProgress",
     "StepDone",
+    "VideoFacts",
     "WorkerLost",
 ]
 
@@ -45,6 +50,38 @@ class CancelJob:
 
 
 # Messages from a worker. The service must be able to unpickle them without torch: no tensors, no torch dtypes.
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoFacts:
+    """Lengths and frame rates of the videos of a model."""
+
+    frames: int
+    """Default number of frames."""
+    fps: float
+    """Default frame rate."""
+    step: int
+    rest: int
+    """The number of frames is a multiple of `step` plus `rest`."""
+    sets_frames: bool
+    """Whether a request can set the number of frames."""
+    with_audio: bool
+    """Whether the videos may have an audio track."""
+
+    @property
+    def shortest(self) -> int:
+        """Number of frames of a short video that is long enough to compress several frames into one latent frame."""
+        return 2 * self.step + self.rest
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioFacts:
+    """Lengths of the audio of a model."""
+
+    seconds: float | None
+    """Default length; None if the model chooses it."""
+    sets_seconds: bool
+    """Whether a request can set the length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +114,20 @@ class ModelFacts:
     weights: str | None = None
     """Format to which the weights are quantized."""
     loras: tuple[str, ...] = ()
+    kind: Kind = "image"
+    """What the model generates."""
+    inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Inputs of each task besides the prompt, such as `image`."""
+    required_inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Inputs without which a task fails, in addition to the image of an edit."""
+    many_images: bool = False
+    """Whether an edit can have several input images."""
+    arguments: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+    """Further pipeline arguments of each task that a request can set, with their JSON types."""
+    video: VideoFacts | None = None
+    audio: AudioFacts | None = None
+    speeds: tuple[str, ...] = ()
+    """Speed levels that a request can select."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +196,19 @@ class PreviewImage:
 
 
 @dataclass(frozen=True)
+class SavingProgress:
+    """Message sent while a video is encoded."""
+
+    job: str
+    index: int
+    done: int
+    total: int
+    """Number of frames."""
+
+
+@dataclass(frozen=True)
 class ImageDone:
-    """Message that contains one finished image of a job."""
+    """Message that contains one finished image of a job, or its video or audio."""
 
     job: str
     index: int
@@ -155,6 +217,11 @@ class ImageDone:
     height: int
     seed: int
     seconds: float
+    """Time to generate it."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """Further properties, such as the number of frames: JSON values."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Further files, such as `thumbnail.webp`."""
 
 
 @dataclass(frozen=True)
@@ -174,11 +241,11 @@ class JobStopped:
     job: str
 
 
-# Sent from a separate thread, so it shows that the process is alive, not that the device makes progress. The dispatcher
-# therefore does not count it as progress.
+# Sent from a separate thread, so the message itself only shows that the process is alive. `stalled_s` shows whether the
+# threads that use the device make progress.
 @dataclass(frozen=True)
 class Heartbeat:
-    """Message with a worker's memory use and batch sizes, sent every second."""
+    """Message with a worker's memory use, batch sizes and progress, sent every second."""
 
     device_bytes: int | None
     """Used device memory; None if the driver cannot measure it."""
@@ -188,3 +255,5 @@ class Heartbeat:
     """Number of batches since the last heartbeat, by calls per batch."""
     loaded: tuple[str, ...] = ()
     """Names of the models in memory."""
+    stalled_s: float = 0.0
+    """Seconds without progress of the threads that use the device; 0 if no thread uses it."""

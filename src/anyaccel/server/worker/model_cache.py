@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 from anyaccel.backends.device import OpenDevice
 from anyaccel.errors import AnyaccelError, NotMeasurableError, UsageError
@@ -20,6 +21,7 @@ from anyaccel.server.worker.served_model import ServedModel
 
 __all__ = ["ModelCache"]
 
+_Key: TypeAlias = tuple[str, str]
 # Estimated memory of a model as a multiple of its weights. Its activations are unknown before the first call.
 _MEMORY_FACTOR = 1.5
 _POLL_S = 0.05
@@ -28,35 +30,40 @@ _POLL_S = 0.05
 class ModelCache:
     """Cache of loaded models, which evicts only models that are not in use."""
 
-    def __init__(self, settings: ServerSettings, load: Callable[[ServedName], ServedModel]) -> None:
+    def __init__(self, settings: ServerSettings, load: Callable[[ServedName, str], ServedModel]) -> None:
         self.settings, self.load = settings, load
-        self.models: dict[str, ServedModel] = {}
-        self.users: dict[str, int] = {}
+        # By name and speed level.
+        self.models: dict[_Key, ServedModel] = {}
+        self.users: dict[_Key, int] = {}
         # Bytes of each model's weights, measured when it was last loaded. Kept after an eviction.
-        self.sizes: dict[str, int] = {}
+        self.sizes: dict[_Key, int] = {}
         self.opened: OpenDevice | None = None
         self.lock = threading.RLock()
         self.loading = threading.Lock()
         self.evicting = False
 
     @contextmanager
-    def using(self, name: str, is_stopped: Callable[[], bool] = lambda: False) -> Iterator[ServedModel]:
+    def using(
+        self, name: str, speed: str | None = None, is_stopped: Callable[[], bool] = lambda: False
+    ) -> Iterator[ServedModel]:
         """Load a model if necessary, and keep it in memory for the duration of the `with` block.
 
-        Raises `StoppedError` if `is_stopped` returns true during the wait for the model.
+        The default of `speed` is the first level of the service. Raises `StoppedError` if `is_stopped` returns true
+        during the wait for the model.
         """
-        model = self._acquire(name, is_stopped)
+        key = name, speed or self.settings.speeds[0]
+        model = self._acquire(key, is_stopped)
         try:
             yield model
         finally:
             with self.lock:
-                self.users[name] -= 1
+                self.users[key] -= 1
 
-    def _acquire(self, name: str, is_stopped: Callable[[], bool]) -> ServedModel:
+    def _acquire(self, key: _Key, is_stopped: Callable[[], bool]) -> ServedModel:
         with self.lock:
-            model = self.models.get(name)
+            model = self.models.get(key)
             if model is not None and not self.evicting:
-                self.users[name] = self.users.get(name, 0) + 1
+                self.users[key] = self.users.get(key, 0) + 1
                 return model
         # One model loads at a time. While it waits for memory, no call starts on another model: a steady stream of
         # calls would keep that model in use and the new one waiting forever.
@@ -64,40 +71,41 @@ class ModelCache:
             if is_stopped():
                 raise StoppedError
         try:
-            return self._load(name, is_stopped)
+            return self._load(key, is_stopped)
         finally:
             self.evicting = False
             self.loading.release()
 
-    def _load(self, name: str, is_stopped: Callable[[], bool]) -> ServedModel:
+    def _load(self, key: _Key, is_stopped: Callable[[], bool]) -> ServedModel:
+        name, speed = key
         with self.lock:
-            model = self.models.get(name)
+            model = self.models.get(key)
         if model is None:
             served = next((served for served in self.settings.models if served.name == name), None)
-            if served is None:
+            if served is None or speed not in self.settings.speeds:
                 raise UsageError(
                     f"model {name} is no longer served", hint="use one of the models that GET /v1/models lists"
                 )
             self.evicting = True
-            self._evict_until_fits(served, is_stopped)
-            model = self.load(served)
+            self._evict_until_fits(served, key, is_stopped)
+            model = self.load(served, speed)
             release_unreachable()
             ignore_existing_objects()  # garbage collections would scan all objects of the model and delay requests
         with self.lock:
-            self.models[name] = model
-            self.users[name] = self.users.get(name, 0) + 1
-            self.sizes[name] = _count_weight_bytes(model)
+            self.models[key] = model
+            self.users[key] = self.users.get(key, 0) + 1
+            self.sizes[key] = _count_weight_bytes(model)
             placement = find_placement(model.pipe)
             self.opened = placement.opened if placement is not None else None
             return model
 
-    def _evict_until_fits(self, served: ServedName, is_stopped: Callable[[], bool]) -> None:
-        while self.models and not self._fits(served):
+    def _evict_until_fits(self, served: ServedName, key: _Key, is_stopped: Callable[[], bool]) -> None:
+        while self.models and not self._fits(served, key):
             if is_stopped():
                 raise StoppedError
             with self.lock:
-                idle = [name for name in self.models if not self.users.get(name)]
-                oldest = min(idle, key=lambda name: self.models[name].last_used, default=None)
+                idle = [other for other in self.models if not self.users.get(other)]
+                oldest = min(idle, key=lambda other: self.models[other].last_used, default=None)
                 if oldest is not None:
                     self.models.pop(oldest).close()
             if oldest is None:  # all models are in use: wait until one is idle
@@ -110,11 +118,11 @@ class ModelCache:
                 except (AnyaccelError, RuntimeError):
                     continue
 
-    def _fits(self, served: ServedName) -> bool:
+    def _fits(self, served: ServedName, key: _Key) -> bool:
         max_models = self.settings.max_models
         if max_models is not None and len(self.models) >= max_models:
             return False
-        weight_bytes = self.sizes.get(served.name) or _count_file_bytes(served)
+        weight_bytes = self.sizes.get(key) or _count_file_bytes(served)
         if self.opened is None or weight_bytes is None:
             return True
         try:

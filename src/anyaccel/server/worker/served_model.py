@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 from collections.abc import Mapping
@@ -13,36 +12,49 @@ from PIL import Image
 
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.embedded.model import CALL_DEFAULTS
-from anyaccel.errors import DoesNotFitError, NotFiniteError, UsageError
-from anyaccel.generation.call_validation import (
-    check_image_call,
-    find_default,
-    list_parameters,
-    pick_images,
-    select_image_output,
-)
+from anyaccel.errors import AnyaccelError, DoesNotFitError, NotFiniteError
+from anyaccel.generation.call_validation import check_size, find_default, list_parameters, map_call
+from anyaccel.generation.durations import find_frame_parameter
 from anyaccel.generation.guider import using_guidance_scale
-from anyaccel.generation.image import expected_metadata
+from anyaccel.generation.image import describe_result, expected_metadata, group_ip_images
+from anyaccel.generation.inputs import InputMedia
 from anyaccel.generation.metadata import ImageMetadata
 from anyaccel.generation.model_loading import LoadedModel, load_uncached
+from anyaccel.generation.outputs import collect_media, select_outputs
+from anyaccel.generation.pipeline_interface import read_interface
 from anyaccel.generation.request import make_request
+from anyaccel.media.formats import check_format, default_suffix
+from anyaccel.media.types import Kind, Media
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.progress import ProgressListener
-from anyaccel.runtime.auto_pipelines import AutoPipelineForImage2Image, AutoPipelineForInpainting
-from anyaccel.runtime.call.validation import find_size_multiple
 from anyaccel.runtime.call_parameters import read_blocks
 from anyaccel.runtime.call_request import read_call_request
 from anyaccel.runtime.introspection import plain_class
-from anyaccel.runtime.placement.memory_plan import find_default_side, list_call_rules, plan_call
+from anyaccel.runtime.placement.memory_plan import list_call_rules, plan_call
 from anyaccel.runtime.placement.oom_retry import apply_rule, clear_traceback_frames
 from anyaccel.runtime.placement_state import find_placement
 from anyaccel.server.batching.adapter_lock import AdapterLock
 from anyaccel.server.batching.pipeline_copy import light_copy
 from anyaccel.server.batching.shared_pipeline import SharedPipeline
 from anyaccel.server.settings import ServedName, ServerSettings, compute_max_in_flight
+from anyaccel.server.worker.adapters import LoraAdapters
 from anyaccel.server.worker.denoise_progress import StepObserver, observing_steps
+from anyaccel.server.worker.device_watch import DeviceWatch
+from anyaccel.server.worker.job_inputs import fit_inputs
 from anyaccel.server.worker.job_spec import JobSpec, Task
 from anyaccel.server.worker.messages import ModelFacts
+from anyaccel.server.worker.result_files import check_result_format
+from anyaccel.server.worker.served_tasks import (
+    find_default_size,
+    find_multiple,
+    find_pipelines,
+    list_inputs,
+    list_required,
+    read_audio_facts,
+    read_video_facts,
+    takes_many_images,
+)
+from anyaccel.server.worker.settable_arguments import find_settable_arguments
 from anyaccel.upstream.modular_blocks import disable_progress_bars
 
 __all__ = ["ServedModel", "UnsafeContentError"]
@@ -60,13 +72,25 @@ class UnsafeContentError(Exception):
 
 
 class ServedModel:
-    """A loaded model, with one pipeline for each supported task (generate, edit or inpaint)."""
+    """A loaded model, with one pipeline for each supported task (generate, edit or inpaint).
 
-    def __init__(self, served: ServedName, settings: ServerSettings, listener: ProgressListener | None = None) -> None:
+    It generates images, videos or audio. Only the calls of image models are batched.
+    """
+
+    def __init__(
+        self,
+        served: ServedName,
+        settings: ServerSettings,
+        listener: ProgressListener | None = None,
+        watch: DeviceWatch | None = None,
+        speed: str | None = None,
+    ) -> None:
         self.name, self.settings = served.name, settings
+        self.watch = watch or DeviceWatch()
         request = make_request(
-            "", served.model, settings.device, 0, dtype=settings.dtype, speed=settings.speed, weights=settings.weights
-        )
+            "", served.model, settings.device, 0, dtype=settings.dtype, speed=speed or settings.speeds[0],
+            weights=settings.weights, controlnet=settings.controlnets or None, ip_adapter=settings.ip_adapters or None,
+        )  # fmt: skip
         options = PlacementOptions(
             dtype=request.dtype, speed=request.speed, weights=request.weights, expected_images=_EXPECTED_IMAGES
         )
@@ -74,10 +98,15 @@ class ServedModel:
         self.pipe = self.loaded.pipe
         disable_progress_bars(self.pipe)
         self.defaults: dict[str, Any] = dict(CALL_DEFAULTS) if request.model.kind == "embedded" else {}
-        self._load_adapters()
-        self.pipes = _find_pipelines(self.pipe)
-        side = find_default_side(self.pipe)
-        self.sizes = settings.sizes or ((side, side),)
+        self.adapters = LoraAdapters(self.pipe, settings)
+        self.pipes = find_pipelines(self.loaded)
+        # The one that the warm-up runs; a pipeline with a ControlNet is not the loaded one.
+        self.main_task = next(iter(self.pipes))
+        self.interface = read_interface(self.pipes[self.main_task])
+        self.kind: Kind = self.interface.kind or "image"
+        # A missing library is reported at startup, not after the first video was generated.
+        check_format(default_suffix(self.kind), self.kind, with_audio=self.interface.with_audio)
+        self.sizes = settings.sizes or (find_default_size(self.pipes[self.main_task]),)
         # Whether each model component batches concurrent calls.
         self.batched: dict[str, bool] = {}
         # None while only one call runs at a time.
@@ -99,15 +128,29 @@ class ServedModel:
             weights=self.settings.weights,
             tasks=tuple(self.pipes),
             parameters={task: tuple(list_parameters(pipe)) for task, pipe in self.pipes.items()},
-            multiple=find_size_multiple(self.pipe) or 1,
+            multiple=find_multiple(self.pipe),
             sizes=self.sizes,
             fixed_sizes=self._is_static(),
             defaults={task: self._find_defaults(pipe) for task, pipe in self.pipes.items()},
             batched=self.batched,
             max_concurrent=self.max_concurrent,
             plan=str(plan),
-            loras=tuple(lora.name for lora in self.settings.loras),
+            loras=self.adapters.names,
+            kind=self.kind,
+            inputs={task: self._list_inputs(task) for task in self.pipes},
+            required_inputs={task: list_required(self._list_inputs(task)) for task in self.pipes},
+            many_images=takes_many_images(self.pipes["edit"]) if "edit" in self.pipes else False,
+            arguments={
+                task: find_settable_arguments(read_interface(pipe).parameters) for task, pipe in self.pipes.items()
+            },
+            video=read_video_facts(self.interface) if self.kind == "video" else None,
+            audio=read_audio_facts(self.interface) if self.kind == "audio" else None,
+            speeds=self.settings.speeds,
         )
+
+    def _list_inputs(self, task: Task) -> tuple[str, ...]:
+        with_ip_adapter = bool(self.settings.ip_adapters)
+        return list_inputs(self.pipes[task], task, with_ip_adapter=with_ip_adapter)
 
     def _find_defaults(self, pipe: Any) -> dict[str, float | None]:
         names = ["num_inference_steps", "guidance_scale"]
@@ -115,18 +158,22 @@ class ServedModel:
         return {name: self.defaults.get(name, find_default(pipe, name)) for name in names}
 
     def generate(
-        self, spec: JobSpec, index: int, inputs: Mapping[str, Image.Image], observer: StepObserver
-    ) -> tuple[Image.Image, ImageMetadata]:
-        """Generate the image at position `index` of a job; return it with its metadata.
+        self, spec: JobSpec, index: int, inputs: Mapping[str, list[Image.Image]], observer: StepObserver
+    ) -> tuple[Media, ImageMetadata]:
+        """Generate the result at position `index` of a job; return it with its metadata.
 
         Raises `UnsafeContentError` if the model's safety checker rejects the image.
         """
         self.last_used = time.monotonic()
         pipe = self.pipes[spec.task]
+        interface = read_interface(pipe)
+        check_result_format(spec, with_audio=interface.with_audio)
         call = self._make_call(spec, inputs)
-        check_image_call(pipe, call)
+        mapped = map_call(interface, call, prompt=True)
+        mapped |= group_ip_images(mapped, len(self.loaded.additions.ip_adapters))
+        check_size(pipe, mapped)
+        kwargs = {"prompt": spec.prompt, "seed": spec.seeds[index], **mapped, **select_outputs(interface)}
         size = spec.width, spec.height
-        kwargs = {"prompt": spec.prompt, "seed": spec.seeds[index], **call}
         output = None
         if self.shared is not None:
             output = self._run_shared(pipe, kwargs, spec, observer, size)
@@ -134,13 +181,10 @@ class ServedModel:
             output = self._run_exclusive(pipe, kwargs, spec, observer, size)
         if any(getattr(output, "nsfw_content_detected", None) or ()):
             raise UnsafeContentError
-        image = pick_images(pipe, output)[0]
+        media = collect_media(interface, output, spec.fps or 0.0)[0]
         # The metadata does not contain input images, only their argument names, as unrecorded.
-        recorded = {name: value for name, value in call.items() if not isinstance(value, Image.Image)}
-        expected = expected_metadata(self.loaded, spec.prompt, spec.seeds[index], recorded)
-        unrecorded = (*expected.unrecorded, *(name for name in call if name not in recorded))
-        values = {**vars(expected), "width": image.width, "height": image.height}
-        return image, ImageMetadata(**{**values, "pipeline": plain_class(pipe).__name__, "unrecorded": unrecorded})
+        expected = describe_result(expected_metadata(self.loaded, spec.prompt, spec.seeds[index], call), media)
+        return media, replace(expected, pipeline=plain_class(pipe).__name__)
 
     @property
     def denoisers(self) -> tuple[str, ...]:
@@ -154,14 +198,18 @@ class ServedModel:
             self.shared.close()
             self.shared = None
 
-    def _make_call(self, spec: JobSpec, inputs: Mapping[str, Image.Image]) -> dict[str, Any]:
+    def _make_call(self, spec: JobSpec, inputs: Mapping[str, list[Image.Image]]) -> dict[str, Any]:
+        pipe, size = self.pipes[spec.task], (spec.width, spec.height)
+        parameters = list_parameters(pipe)
         call = {**self.defaults, **spec.pipeline_kwargs()}
-        parameters = list_parameters(self.pipes[spec.task])
-        size = spec.width, spec.height
-        for name, image in inputs.items():
-            call[name] = image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
+        call |= fit_inputs(inputs, self.kind, size, many_images=takes_many_images(pipe))
         if "height" in parameters and "width" in parameters:
             call |= {"width": spec.width, "height": spec.height}
+        if self.kind == "video":
+            call |= {"fps": spec.fps}
+            call |= {"frames": spec.num_frames} if find_frame_parameter(parameters) else {}
+        if self.kind == "audio" and spec.seconds is not None:
+            call["seconds"] = spec.seconds
         return call
 
     def _run_shared(
@@ -171,7 +219,7 @@ class ServedModel:
 
         A call must be repeated if it runs out of memory or its output contains NaN or Inf.
         """
-        with self.lock.acquire(_adapter_of(spec), is_stopped=observer.is_stopped):
+        with self.lock.acquire(_adapter_of(spec), is_stopped=observer.is_stopped), self.watch.using_device():
             if self.shared is None:  # an exclusive call disabled batching while this call waited
                 return None
             pipe_copy = light_copy(pipe)
@@ -197,12 +245,13 @@ class ServedModel:
 
         Unlike a shared call, an exclusive call may offload weights or recompute the image in float32.
         """
-        with self.lock.acquire(_adapter_of(spec), exclusive=True, is_stopped=observer.is_stopped):
+        lock = self.lock.acquire(_adapter_of(spec), exclusive=True, is_stopped=observer.is_stopped)
+        with lock, self.watch.using_device():
             was_shared = self.shared is not None
             self.close()
             try:
                 with observing_steps(pipe, observer, size), using_guidance_scale(pipe, call) as arguments:
-                    return pipe(**arguments, **select_image_output(pipe))
+                    return pipe(**arguments)
             finally:
                 if was_shared:
                     self._resume_sharing(pipe)
@@ -223,14 +272,17 @@ class ServedModel:
             self._set_concurrency(1)
 
     def _warm_up(self) -> None:
-        """Generate one image per configured size, and determine which components can batch calls."""
+        """Generate one result per configured size, and determine which components can batch calls."""
+        pipe = self.pipes[self.main_task]
         for width, height in self.sizes:
             call = self._warm_up_call(_PROMPTS[0], width, height, _WARM_UP_STEPS)
-            with using_guidance_scale(self.pipe, call) as arguments:
-                self.pipe(**arguments, seed=0)
+            with using_guidance_scale(pipe, call) as arguments:
+                pipe(**arguments, seed=0)
         self._set_concurrency(1)
         placement = find_placement(self.pipe)
         assert placement is not None
+        if self.kind != "image" or pipe is not self.pipe:
+            return  # a single video keeps the device busy; the batches of a ControlNet are not tested
         if placement.residence != "resident" or placement.plan.step_skipping.value is not None:
             return  # offloading and step skipping hold the state of a single call
         if read_blocks(self.pipe) is not None:
@@ -268,20 +320,25 @@ class ServedModel:
         """
         width, height = self.sizes[0]
         for task, pipe in list(self.pipes.items()):
-            if pipe is self.pipe:
+            if pipe is self.pipes[self.main_task]:
                 continue
-            inputs = {"image": Image.new("RGB", (width, height), "grey")}
-            if task == "inpaint":
-                inputs["mask_image"] = Image.new("L", (width, height), "white")
+            inputs = {
+                name: [Image.new("L" if name == "mask_image" else "RGB", (width, height), "white")]
+                for name in self._list_inputs(task)
+            }
             spec = JobSpec(
                 task=task, model=self.name, prompt=_PROMPTS[0], seeds=(0,), width=width, height=height,
-                num_inference_steps=2,
+                num_inference_steps=2, kind=self.kind, output_format="png",
             )  # fmt: skip
+            if self.kind == "video":
+                facts = read_video_facts(self.interface)
+                frames = facts.shortest if facts.sets_frames else None
+                spec = replace(spec, num_frames=frames, fps=facts.fps, output_format="gif")
             if "strength" in list_parameters(pipe):  # with the default of SDXL, 0.3, no step would run
                 spec = replace(spec, strength=1.0)
             try:
                 self.generate(spec, 0, inputs, StepObserver(lambda done, total: None))
-            except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+            except (ValueError, TypeError, AttributeError, RuntimeError, AnyaccelError) as error:
                 _LOG.info("anyaccel: %s does not support the task %s: %s", self.name, task, error)
                 del self.pipes[task]
 
@@ -314,24 +371,18 @@ class ServedModel:
         return 1
 
     def _warm_up_call(self, prompt: str, width: int, height: int, steps: int) -> dict[str, Any]:
-        parameters = list_parameters(self.pipe)
+        pipe = self.pipes[self.main_task]
+        interface = read_interface(pipe)
+        parameters = interface.arguments
         values = {**self.defaults, "num_inference_steps": steps, "width": width, "height": height}
-        call = {"prompt": prompt, **{name: value for name, value in values.items() if name in parameters}}
-        if "generate" not in self.pipes and "image" in parameters:
-            call["image"] = Image.new("RGB", (width, height), "grey")
-        if "generate" not in self.pipes and "mask_image" in parameters:
-            call["mask_image"] = Image.new("L", (width, height), "white")
-        return call
-
-    def _load_adapters(self) -> None:
-        if not self.settings.loras:
-            return
-        if not hasattr(self.pipe, "load_lora_weights"):
-            raise UsageError(f"{type(self.pipe).__name__} does not support LoRA", hint="omit --lora")
-        for lora in self.settings.loras:
-            self.pipe.load_lora_weights(lora.model, adapter_name=lora.name)
-        # Adapters stay loaded but disabled: `_switch_adapter` enables one per group of calls.
-        self.pipe.disable_lora()
+        call = {name: value for name, value in values.items() if name in parameters}
+        if self.kind == "video" and not self.pipe.plan.compiler.value.static:
+            facts = read_video_facts(interface)
+            call |= {"frames": facts.shortest} if facts.sets_frames else {}  # a short video is enough
+        for name in self._list_inputs(self.main_task):
+            image = Image.new("L" if name == "mask_image" else "RGB", (width, height), "grey")
+            call[name] = InputMedia(kind="image", media=image)
+        return {"prompt": prompt, **map_call(interface, call, prompt=True), **select_outputs(interface)}
 
     def _switch_adapter(self, adapter: str | None) -> None:
         """Enable one LoRA adapter, or disable all adapters if `adapter` is None.
@@ -339,11 +390,10 @@ class ServedModel:
         Must not be called while a pipeline call is running.
         """
         if adapter is None:
-            self.pipe.disable_lora()
+            self.adapters.disable()
         else:
             name, _, scale = adapter.rpartition("@")
-            self.pipe.enable_lora()
-            self.pipe.set_adapters([name], adapter_weights=[float(scale)])
+            self.adapters.enable(name, float(scale))
         if self.shared is not None:
             self.shared.drop_stale_captures()
 
@@ -351,34 +401,3 @@ class ServedModel:
 def _adapter_of(spec: JobSpec) -> str | None:
     # Includes the scale, because calls with different scales cannot share a batch either.
     return None if spec.lora is None else f"{spec.lora}@{spec.lora_scale}"
-
-
-def _find_pipelines(pipe: Any) -> dict[Task, Any]:
-    """Return a pipeline for each supported task; all pipelines share the models of `pipe`."""
-    parameters = inspect.signature(plain_class(pipe).__call__).parameters
-    if read_blocks(pipe) is not None:
-        check_image_call(pipe, {})
-        return {"generate": pipe}
-    if "prompt" not in parameters:
-        raise UsageError(f"{type(pipe).__name__} does not accept a prompt", hint="serve a text-to-image model")
-    pipes: dict[Task, Any] = {}
-    # An optional `image` without `strength` is a reference image: the pipeline also works with only a prompt.
-    image_is_optional = "image" in parameters and parameters["image"].default is not inspect.Parameter.empty
-    if "image" not in parameters or ("strength" not in parameters and image_is_optional):
-        pipes["generate"] = pipe
-    if "image" in parameters:
-        pipes["inpaint" if "mask_image" in parameters else "edit"] = pipe
-    others: tuple[tuple[Task, Any], ...] = (
-        ("edit", AutoPipelineForImage2Image),
-        ("inpaint", AutoPipelineForInpainting),
-    )
-    for task, auto_class in others:
-        if task in pipes:
-            continue
-        try:
-            pipes[task] = auto_class.from_pipe(pipe)
-        except (ValueError, AttributeError, KeyError) as error:  # diffusers has no such pipeline for these models
-            _LOG.debug("anyaccel: no %s pipeline for %s: %s", task, type(pipe).__name__, error)
-            continue
-        pipes[task].set_progress_bar_config(disable=True)
-    return pipes

@@ -11,6 +11,9 @@ from anyaccel.server.worker.worker import run_worker
 
 __all__ = ["WorkerProcess", "WorkerTransport"]
 
+# A killed process that hangs in the driver exits only when the driver returns, which may be never.
+_KILL_S = 10.0
+
 
 # `cluster.serve.replica_pool` implements this interface for workers on Ray.
 class WorkerTransport(Protocol):
@@ -59,11 +62,12 @@ class WorkerProcess(PipeWorker):
         return busy == 0 or busy + images <= self._max_in_flight
 
     def end(self) -> None:
-        """Kill the worker process and wait until it has exited."""
+        """Kill the worker process and wait a few seconds until it has exited."""
         # Not SIGTERM, which the worker ignores. All state is in the job store, so nothing is lost.
         self.kill()
-        self.wait()
+        self.wait(_KILL_S)
 
     def describe_end(self) -> str:
         """Return a description of the process's exit status, such as `with status -9`, for the log."""
-        return f"with status {self.wait()}"
+        status = self.wait(0)
+        return "but is still in a call to the device's driver" if status is None else f"with status {status}"

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,6 +21,7 @@ from anyaccel.library_logging import quiet_libraries
 from anyaccel.processes.pipe_worker import ParentPipe
 from anyaccel.progress import ProgressListener
 from anyaccel.server.settings import ServedName, ServerSettings
+from anyaccel.server.worker.device_watch import DeviceWatch
 from anyaccel.server.worker.malloc_arenas import use_one_malloc_arena
 from anyaccel.server.worker.messages import (
     CancelJob,
@@ -34,6 +35,7 @@ from anyaccel.server.worker.messages import (
     ModelsReady,
     PreviewImage,
     RunJob,
+    SavingProgress,
     StepDone,
 )
 
@@ -81,12 +83,17 @@ class Worker:
         self.threads = ThreadPoolExecutor(settings.max_in_flight, thread_name_prefix="image")
         self.models_loaded = 0
         self.ready = threading.Event()
+        self.watch = DeviceWatch()
 
     def load(self) -> tuple[ModelFacts, ...]:
         """Load and warm up each model, and return the properties of all models.
 
         If the models do not all fit into memory, loading one evicts others.
         """
+        with self.watch.using_device():
+            return self._load()
+
+    def _load(self) -> tuple[ModelFacts, ...]:
         from anyaccel.library_logging import use_process_local_tqdm_lock
         from anyaccel.processes.gc_control import gc_paused
 
@@ -97,9 +104,11 @@ class Worker:
 
         total = len(self.settings.models)
 
-        def load(served: ServedName) -> ServedModel:
+        def load(served: ServedName, speed: str) -> ServedModel:
             self.send(LoadProgress(self.models_loaded, total, f"loading {served.name}"))
-            return ServedModel(served, self.settings, _LoadReporter(self, served.name, total))
+            with self.watch.using_device():
+                reporter = _LoadReporter(self, served.name, total)
+                return ServedModel(served, self.settings, reporter, self.watch, speed)
 
         self.model_cache = ModelCache(self.settings, load)
         facts = []
@@ -134,11 +143,12 @@ class Worker:
         from anyaccel.errors import NotMeasurableError
 
         process, previous = psutil.Process(), Counter[int]()
-        # Loading may take minutes: without heartbeats the dispatcher would consider the worker hung.
         while not self.ready.wait(_HEARTBEAT_S):
-            self.send(Heartbeat(None, process.memory_info().rss, {}, ()))
+            self.send(Heartbeat(None, process.memory_info().rss, stalled_s=self.watch.measure_stall_s()))
         while True:
             time.sleep(_HEARTBEAT_S)
+            # Before the memory is read, which also hangs if the driver does: the service then gets no heartbeats.
+            stalled_s = self.watch.measure_stall_s()
             models = dict(self.model_cache.models)
             totals = Counter[int]()
             for model in models.values():
@@ -155,7 +165,8 @@ class Worker:
             # The totals drop when a model is evicted. Metrics are counters, so only increases are sent.
             new = {size: count - previous[size] for size, count in totals.items() if count > previous[size]}
             previous = totals
-            self.send(Heartbeat(used_bytes, process.memory_info().rss, new, tuple(models)))
+            names = tuple(dict.fromkeys(name for name, _ in models))
+            self.send(Heartbeat(used_bytes, process.memory_info().rss, new, names, stalled_s))
 
 
 class _LoadReporter(ProgressListener):
@@ -217,16 +228,31 @@ class _WorkerJob:
             self.worker.send(JobStopped(self.id))
 
     def _generate(self, index: int) -> None:
-        from anyaccel.generation.image_format import encode_image
-        from anyaccel.server.worker.job_spec import SUFFIXES
+        from anyaccel.server.worker.job_inputs import read_inputs
+        from anyaccel.server.worker.result_files import encode_result
 
-        start = time.perf_counter()
-        spec = self.spec
-        with self.worker.model_cache.using(spec.model, self.stop_event.is_set) as model:
-            image, metadata = model.generate(spec, index, _read_images(self.inputs), self._make_observer(index))
-        content = encode_image(image, SUFFIXES[spec.output_format], [metadata], spec.output_compression)
+        start, spec = time.perf_counter(), self.spec
+        with self.worker.model_cache.using(spec.model, spec.speed, self.stop_event.is_set) as model:
+            media, metadata = model.generate(spec, index, read_inputs(self.inputs), self._make_observer(index))
+        result = encode_result(
+            media, spec, metadata, self.inputs, lambda done, total: self._on_frame(index, done, total)
+        )
         seconds = time.perf_counter() - start
-        self.worker.send(ImageDone(self.id, index, content, image.width, image.height, spec.seeds[index], seconds))
+        self.worker.send(
+            ImageDone(
+                self.id, index, result.content, result.width, result.height, spec.seeds[index], seconds,
+                result.details, result.files,
+            )
+        )  # fmt: skip
+
+    def _on_frame(self, index: int, done: int, total: int) -> None:
+        """Report the progress of an encoding, and stop it if the job was cancelled."""
+        from anyaccel.progress import StoppedError
+
+        if self.stop_event.is_set():
+            raise StoppedError
+        if self.spec.kind == "video":
+            self.worker.send(SavingProgress(self.id, index, done, total))
 
     def _make_observer(self, index: int) -> Any:
         from anyaccel.server.worker.denoise_progress import StepObserver
@@ -242,50 +268,13 @@ class _WorkerJob:
 
         def on_preview(image: Any) -> None:
             stream = io.BytesIO()
-            image_format = {"png": "PNG", "jpeg": "JPEG", "webp": "WEBP"}[spec.output_format]
+            image_format = {"jpeg": "JPEG", "webp": "WEBP"}.get(spec.output_format, "PNG")
             image.save(stream, image_format, **({} if image_format == "PNG" else {"quality": _PREVIEW_QUALITY}))
             self.worker.send(PreviewImage(job_id, index, next(preview_numbers), stream.getvalue()))
 
         # Evenly spaced, without the last step: its preview would be the finished image.
         fractions = tuple((number + 1) / (spec.partial_images + 1) for number in range(spec.partial_images))
         return StepObserver(on_step, on_preview if fractions else None, fractions, self.stop_event.is_set)
-
-
-def _read_images(inputs: Mapping[str, str | bytes]) -> dict[str, Any]:
-    from PIL import Image
-
-    images = {}
-    for name, source in inputs.items():
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-            images[name] = _convert_mask(image) if name == "mask_image" else _convert_image(image)
-    return images
-
-
-def _convert_image(image: Any) -> Any:
-    """Convert an image to RGB, apply its EXIF orientation and flatten transparency onto white."""
-    from PIL import Image, ImageOps
-
-    upright = ImageOps.exif_transpose(image)
-    # Pillow's `convert` clips 16-bit values at 255 instead of scaling: https://github.com/python-pillow/Pillow/issues/3159
-    if upright.mode.startswith("I"):
-        upright = upright.point(lambda value: value / 257).convert("L")
-    if not upright.has_transparency_data:
-        return upright.convert("RGB")
-    white = Image.new("RGBA", upright.size, "white")
-    white.alpha_composite(upright.convert("RGBA"))
-    return white.convert("RGB")
-
-
-def _convert_mask(image: Any) -> Any:
-    """Convert a mask to the diffusers convention: grayscale, with white where the image changes.
-
-    OpenAI's API uses the alpha channel instead: the image changes where the mask is transparent.
-    """
-    from PIL import ImageOps
-
-    if not image.has_transparency_data:
-        return image.convert("L")
-    return ImageOps.invert(image.convert("RGBA").getchannel("A"))
 
 
 def make_load_failed(error: Exception) -> LoadFailed:
@@ -310,6 +299,7 @@ def make_job_failed(job: str, error: BaseException) -> JobFailed:
         return JobFailed(job, "out_of_memory", text, 507)
     if isinstance(error, NotFiniteError):
         return JobFailed(job, "not_finite", text, 500)
-    if isinstance(error, UsageError):
+    # Pipelines raise ValueError for arguments that they reject.
+    if isinstance(error, UsageError | ValueError):
         return JobFailed(job, "invalid_value", text, 400)
     return JobFailed(job, "internal_error", text, 500)
