@@ -166,6 +166,12 @@ class Product(Claim):
     """Whether that software provides a torch device, which running a plan requires."""
     reported_as: str = ""
     """Regular expression of the name that the device reports: `H200`; empty if unknown."""
+    half_precision_flops: float | None = None
+    """Published dense matrix FLOPs per second in half precision, accumulated in float32; None if unknown."""
+    memory_bytes_per_s: float | None = None
+    """Published memory bandwidth; None if unknown."""
+    figures_source: str = ""
+    """The URL of the throughput and the bandwidth, if it differs from the source of the memory size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +240,8 @@ class Sheet:
     pci_vendor: str = ""
     """The PCI vendor ID, if several vendors use these device files: `0x1da3`."""
     products: tuple[Product, ...] = ()
+    assumed_product: str = ""
+    """The product that `explain` assumes for a device that is not on this machine; empty for the smallest one."""
     aliases: tuple[str, ...] = ()
     """Other names of the device: `gaudi` for `hpu`."""
     product_pattern: str = ""

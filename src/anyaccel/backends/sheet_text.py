@@ -166,7 +166,10 @@ def _memory_verdict(terms: MemoryTerms) -> str:
 def _product_verdict(product: Product) -> str:
     memory = "memory varies" if product.memory_bytes is None else f"{product.memory_bytes / 2**30:.0f} GiB"
     count = "" if product.per_server is None else f", {product.per_server} per server"
-    return f"{memory}{count}" if product.native else f"{memory}{count}; not supported: {product.software}"
+    speed = "" if product.half_precision_flops is None else f", {product.half_precision_flops / 1e12:.0f} TFLOPS"
+    speed += "" if product.memory_bytes_per_s is None else f", {product.memory_bytes_per_s / 1e9:.0f} GB/s"
+    text = f"{memory}{speed}{count}"
+    return text if product.native else f"{text}; not supported: {product.software}"
 
 
 def _format_power(amount: int) -> str:

@@ -22,6 +22,8 @@ from anyaccel.backends.citations import (
 from anyaccel.backends.claim import DtypeLimit, OperationLimit, Quirk, RoundTrip, Unknown, Yes
 from anyaccel.backends.cuda_graphs import make_recorder
 from anyaccel.backends.driver import Driver, Recorder
+from anyaccel.backends.products.geforce import GEFORCE, RTX_30
+from anyaccel.backends.products.radeon import RADEON, RX_7000
 from anyaccel.backends.quirks import CONVOLUTIONS_REORDER, NON_CONTIGUOUS_ATTENTION
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import BuiltFor, SystemIs
@@ -47,14 +49,33 @@ _AMD_GPUS = "https://github.com/ROCm/legacy-rocm-build/blob/develop/docs/referen
 _AMD_FP8 = "https://github.com/ROCm/legacy-rocm-build/issues/6019"
 _CHANNELS_LAST = "https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html"
 _FLOAT8 = "https://github.com/sayakpaul/diffusers-torchao"
+_ONE_DIE = "Half of the GPU, which has 128 GiB on two dies; torch counts each die as a device."
 _OUR_MEMORY = "benchmarks/results/memory_cuda.json"
 _OUR_H200 = "benchmarks/results/round_trip_cuda.json"
 _OUR_SPEED = "benchmarks/results/speed_cuda.json"
-_BEFORE_HOPPER = ("a100-40gb", "a100-80gb", "a10g")
-_BEFORE_CDNA4 = ("mi250x", "mi300x", "mi325x", "rx7900xtx")
+# Products with a compute capability below 8.9.
+_BEFORE_ADA = ("a100-40gb", "a100-80gb", "a10g", *RTX_30)
+_WITHOUT_OCP_FP8 = ("mi250x", "mi300x", "mi325x", *RX_7000)
+# Pages of the vendors with half-precision throughput and memory bandwidth.
+_B200_FIGURES = "https://www.nvidia.com/en-us/data-center/hgx/"
+_H200_FIGURES = "https://www.nvidia.com/en-us/data-center/h200/"
+_H100_FIGURES = "https://www.nvidia.com/en-us/data-center/h100/"
+_A100_FIGURES = "https://www.nvidia.com/en-us/data-center/a100/"
+_L40S_FIGURES = "https://www.nvidia.com/en-us/data-center/l40s/"
+_INSTINCT_FIGURES = "https://www.amd.com/en/products/specifications/accelerators.html"
 
 
-def _nvidia(name: str, title: str, memory_bytes: int, per_server: int | None, source: str, reported_as: str) -> Product:
+def _nvidia(
+    name: str,
+    title: str,
+    memory_bytes: int,
+    per_server: int | None,
+    source: str,
+    reported_as: str,
+    tflops: float | None = None,
+    bandwidth_gb_s: int | None = None,
+    figures_source: str = "",
+) -> Product:
     measured = source == _OUR_H200
     return Product(
         name=name,
@@ -63,20 +84,28 @@ def _nvidia(name: str, title: str, memory_bytes: int, per_server: int | None, so
         per_server=per_server,
         software="a CUDA build of torch",
         reported_as=reported_as,
+        half_precision_flops=None if tflops is None else tflops * 1e12,
+        memory_bytes_per_s=None if bandwidth_gb_s is None else bandwidth_gb_s * 1e9,
+        figures_source=figures_source,
         says="Memory size as reported by the device." if measured else "Nominal memory size.",
         source=source,
         evidence="hardware" if measured else "documented",
     )
 
 
-def _amd(name: str, title: str, memory_bytes: int, says: str = "Nominal memory size.") -> Product:
+def _instinct(
+    name: str, title: str, memory_bytes: int, tflops: float, bandwidth_gb_s: int, says: str = "Nominal memory size."
+) -> Product:
     return Product(
         name=name,
         title=title,
         memory_bytes=memory_bytes,
         per_server=None,
         software="a ROCm build of torch",
-        reported_as=title.removeprefix("AMD ").removeprefix("Instinct ").removeprefix("Radeon "),
+        reported_as=title.removeprefix("AMD Instinct "),
+        half_precision_flops=tflops * 1e12,
+        memory_bytes_per_s=bandwidth_gb_s * 1e9,
+        figures_source=_INSTINCT_FIGURES,
         says=says,
         source=_AMD_GPUS,
         evidence="documented",
@@ -93,7 +122,7 @@ _FP8 = DtypeLimit(
     evidence="hardware",
     effect="error",
     hint="store the weights in float8 and cast them for computation, or run in bfloat16",
-    only_on=_BEFORE_HOPPER,
+    only_on=_BEFORE_ADA,
 )
 
 CUDA = Sheet(
@@ -294,14 +323,16 @@ CUDA = Sheet(
     aliases=("nvidia",),
     product_pattern=r"(rtx|gtx|geforce|quadro|tesla|titan|g[bh]\d00|[abhpv]\d00$|[al]\d{1,2}[sg]?$|a\d000|t4$)",
     products=(
-        _nvidia("b200", "NVIDIA B200", 180 * GB, 8, _MIG, r"\bB200\b"),
-        _nvidia("h200", "NVIDIA H200", 150_109_880_320, 8, _OUR_H200, r"\bH200\b"),
-        _nvidia("h100", "NVIDIA H100 80 GB", 80 * GB, 8, _MIG, r"\bH100\b.*80GB"),
-        _nvidia("a100-80gb", "NVIDIA A100 80 GB", 80 * GB, 8, _MIG, r"\bA100\b.*80GB"),
-        _nvidia("a100-40gb", "NVIDIA A100 40 GB", 40 * GB, 8, _MIG, r"\bA100\b.*40GB"),
-        _nvidia("l40s", "NVIDIA L40S", 48 * GB, None, _NIM, r"\bL40S\b"),
+        _nvidia("b200", "NVIDIA B200", 180 * GB, 8, _MIG, r"\bB200\b", 2250, 8000, _B200_FIGURES),
+        _nvidia("h200", "NVIDIA H200", 150_109_880_320, 8, _OUR_H200, r"\bH200\b", 989.5, 4800, _H200_FIGURES),
+        _nvidia("h100", "NVIDIA H100 80 GB", 80 * GB, 8, _MIG, r"\bH100\b.*80GB", 989.5, 3350, _H100_FIGURES),
+        _nvidia("a100-80gb", "NVIDIA A100 80 GB", 80 * GB, 8, _MIG, r"\bA100\b.*80GB", 312, 2039, _A100_FIGURES),
+        _nvidia("a100-40gb", "NVIDIA A100 40 GB", 40 * GB, 8, _MIG, r"\bA100\b.*40GB", 312, 1555, _A100_FIGURES),
+        _nvidia("l40s", "NVIDIA L40S", 48 * GB, None, _NIM, r"\bL40S\b", 362, 864, _L40S_FIGURES),
         _nvidia("a10g", "NVIDIA A10G", 24 * GB, None, _NIM, r"\bA10G\b"),
+        *GEFORCE,
     ),
+    assumed_product="a10g",
 )
 
 _ROCM_FP8 = DtypeLimit(
@@ -310,7 +341,7 @@ _ROCM_FP8 = DtypeLimit(
     evidence="hardware",
     effect="error",
     hint="run in bfloat16, or store the weights in fp8 and cast them for computation",
-    only_on=_BEFORE_CDNA4,
+    only_on=_WITHOUT_OCP_FP8,
 )
 
 ROCM = replace(
@@ -415,12 +446,13 @@ ROCM = replace(
     aliases=("hip", "amd"),
     product_pattern=r"(rx|radeon|instinct|mi)-?\d",
     products=(
-        _amd("mi355x", "AMD Instinct MI355X", 288 * GIB),
-        _amd("mi325x", "AMD Instinct MI325X", 256 * GIB),
-        _amd("mi300x", "AMD Instinct MI300X", 192 * GIB),
-        _amd("mi250x", "AMD Instinct MI250X", 64 * GIB, "128 GiB on two dies; torch counts each die as a device."),
-        _amd("rx7900xtx", "AMD Radeon RX 7900 XTX", 24 * GIB),
+        _instinct("mi355x", "AMD Instinct MI355X", 288 * GIB, 2516.6, 8000),
+        _instinct("mi325x", "AMD Instinct MI325X", 256 * GIB, 1307.4, 6000),
+        _instinct("mi300x", "AMD Instinct MI300X", 192 * GIB, 1307.4, 5300),
+        _instinct("mi250x", "AMD Instinct MI250X", 64 * GIB, 191.5, 1638, _ONE_DIE),
+        *RADEON,
     ),
+    assumed_product="rx7900xtx",
 )
 
 
