@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from anyaccel.backends.claim import Answer, Claim, DtypeLimit, Limit, OperationLimit, Quirk, SizeLimit, Unknown, Yes
+from anyaccel.backends.installation import InstallCommand
 from anyaccel.backends.requirement import Requirement
 from anyaccel.errors import UnknownProductError, nearest
 
@@ -235,6 +236,8 @@ class Sheet:
     """The resource under which Ray detects the device (Ray 2.60, `_private/accelerators`): `GPU`; empty if it does
     not, so a node must be started with a custom resource of the sheet's name."""
     requirements: tuple[Requirement, ...] = ()
+    installation: tuple[InstallCommand, ...] = ()
+    """The commands that install the device's build of torch, by operating system."""
     device_files: tuple[str, ...] = ()
     """Patterns of the device files that Linux creates for the hardware: `/dev/neuron*`."""
     pci_vendor: str = ""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from anyaccel.call_limits import check_batch, check_frames, parse_image_size
+from anyaccel.cli.completion import complete_device, complete_memory
 from anyaccel.cli.progress import Display
 from anyaccel.cli.shared_options import AsJson, Dtype, ImageSize, Weights
 from anyaccel.processes.gc_control import gc_paused, ignore_existing_objects
@@ -22,7 +23,12 @@ __all__ = ["explain_model"]
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Hub ID, folder or `embedded`.")]
 DeviceOrProduct = Annotated[
     str,
-    typer.Option("--device", "-d", help="Device or product, optionally with a memory size: cuda, gaudi2, mps:16GiB."),
+    typer.Option(
+        "--device",
+        "-d",
+        help="Device or product, optionally with a memory size: cuda, rtx4090, mps:16GiB.",
+        autocompletion=complete_device,
+    ),
 ]
 SmallestDtype = Annotated[
     str | None,
@@ -32,7 +38,11 @@ SmallestDtype = Annotated[
 ]
 Memory = Annotated[
     str | None,
-    typer.Option("--memory", help="Memory mode: resident, component, layer or phase. Default: automatic."),
+    typer.Option(
+        "--memory",
+        help="Memory mode: resident, component, layer or phase. Default: automatic.",
+        autocompletion=complete_memory,
+    ),
 ]
 Parallel = Annotated[
     str | None,

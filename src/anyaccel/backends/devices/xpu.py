@@ -10,8 +10,10 @@ from anyaccel.backends.citations import (
     SCHEDULER_SYNC,
     TORCH_DISTRIBUTED,
     TORCH_SOURCE,
+    UV_TORCH,
 )
 from anyaccel.backends.claim import DtypeLimit, OperationLimit, Quirk, RoundTrip, SizeLimit, Unknown, Yes
+from anyaccel.backends.installation import InstallCommand
 from anyaccel.backends.products.arc import ARC, ARC_A
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import BuiltFor, SystemIs
@@ -269,6 +271,15 @@ SHEET = Sheet(
             hint=f"install an XPU build of torch: {_GET_STARTED}",
             says="A CUDA or CPU build of torch has no XPU support.",
             source=_GET_STARTED,
+            evidence="documented",
+        ),
+    ),
+    installation=(
+        InstallCommand(
+            command="uv pip install torch torchvision --torch-backend=xpu",
+            systems=("Linux", "Windows"),
+            says="The XPU build, which requires Intel's GPU driver.",
+            source=UV_TORCH,
             evidence="documented",
         ),
     ),
