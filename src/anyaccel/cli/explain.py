@@ -88,6 +88,9 @@ def explain_model(
     try:
         # Otherwise garbage collection takes a fifth of the import time.
         with gc_paused():
+            from anyaccel.upstream.lazy_dynamo import import_dynamo_lazily
+
+            import_dynamo_lazily()  # nothing is compiled in this process
             from anyaccel.explanation.explain import explain
             from anyaccel.explanation.model_configs import find_model
 
