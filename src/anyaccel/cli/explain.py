@@ -55,6 +55,11 @@ Frames = Annotated[
     int | None,
     typer.Option("--frames", help="Number of frames of a video. Default: set by the model."),
 ]
+Fps = Annotated[float | None, typer.Option("--fps", help="Frames per second of a video. Default: set by the model.")]
+Seconds = Annotated[
+    float | None,
+    typer.Option("--seconds", help="Duration of audio, or of a video instead of --frames. Default: set by the model."),
+]
 Revision = Annotated[
     str | None, typer.Option("--revision", help="Commit, branch or tag of a hub model. Default: main.")
 ]
@@ -65,6 +70,8 @@ def explain_model(
     device: DeviceOrProduct = "auto",
     size: ImageSize = None,
     frames: Frames = None,
+    fps: Fps = None,
+    seconds: Seconds = None,
     batch: Annotated[int, typer.Option("--batch", "-n", help="Number of images per call.")] = 1,
     dtype: Dtype = None,
     smallest_dtype: SmallestDtype = None,
@@ -100,6 +107,8 @@ def explain_model(
                 width=width,
                 height=height,
                 frames=frames,
+                fps=fps,
+                seconds=seconds,
                 batch=batch,
                 dtype=dtype,
                 revision=revision,

@@ -72,6 +72,7 @@ def import_dynamo_lazily() -> None:
         return
     module: Any = importlib.util.module_from_spec(spec)
     module.__class__ = _LazyDynamo
+    module._is_lazy = True
     for decorator in _DECORATORS:
         setattr(module, decorator, _return_unchanged)
     # diffusers checks whether a model is an instance of the class of compiled models.
@@ -82,7 +83,7 @@ def import_dynamo_lazily() -> None:
 
 def _import_fully(module: Any) -> None:
     """Execute the real module in the placeholder, so that references to it stay valid."""
-    if module.__class__ is not _LazyDynamo:
+    if not vars(module).pop("_is_lazy", False):
         return
     loader: Any = module.__spec__.loader
     module.__class__ = types.ModuleType
