@@ -10,6 +10,7 @@ import typer
 
 from anyaccel.call_limits import parse_image_size
 from anyaccel.cli.cache import check_cache_writable
+from anyaccel.cli.completion import complete_device
 from anyaccel.cli.interrupts import cleanup_on_exit
 from anyaccel.cli.progress import Display, shorten_start
 from anyaccel.cli.shared_options import Dtype
@@ -49,7 +50,10 @@ def warm_model(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub ID, folder or `embedded`.")],
     sizes: Sizes = None,
     device: Annotated[
-        str, typer.Option("--device", "-d", help="Device to compile for; it must be available.")
+        str,
+        typer.Option(
+            "--device", "-d", help="Device to compile for; it must be available.", autocompletion=complete_device
+        ),
     ] = "auto",
     images: Annotated[int, typer.Option("--images", "-n", help="Number of images per call.")] = 1,
     dtype: Dtype = None,

@@ -13,10 +13,10 @@ from anyaccel.call_limits import SIDES, check_side, check_steps, read_seeds
 from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.errors import UsageError
 from anyaccel.generation.adapters import Additions, read_additions
-from anyaccel.generation.durations import DURATION_OPTIONS, check_duration
 from anyaccel.generation.input_files import read_inputs
 from anyaccel.generation.model_name import ResolvedModel, resolve_model
 from anyaccel.planning.options import check_speed, check_weights
+from anyaccel.runtime.durations import DURATION_OPTIONS, check_duration
 
 if TYPE_CHECKING:
     import torch
