@@ -71,7 +71,7 @@ def check_model_attributes(models: Mapping[str, torch.nn.Module], to: Callable[.
 
 def read_attributes(pipe: Any) -> dict[str, Any]:
     """Return the attributes of a pipeline, including those in the `__slots__` of a user's class."""
-    return vars(pipe) | {name: getattr(pipe, name) for name in _list_slots(pipe) if hasattr(pipe, name)}
+    return {**vars(pipe), **{name: getattr(pipe, name) for name in _list_slots(pipe) if hasattr(pipe, name)}}
 
 
 def write_attributes(pipe: Any, attributes: Mapping[str, Any]) -> None:
