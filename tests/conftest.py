@@ -39,6 +39,8 @@ OWN_CACHE = None if "ANYACCEL_CACHE" in os.environ else tempfile.mkdtemp(prefix=
 if OWN_CACHE is not None:
     os.environ["ANYACCEL_CACHE"] = OWN_CACHE
 CACHE_OWNER = os.getpid()
+# Nor the user's configuration file.
+os.environ["ANYACCEL_CONFIG"] = os.devnull
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "anyaccel"
@@ -156,11 +158,11 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> SharedCache:
 
 
 def inherit_environment() -> dict[str, str]:
-    """Return the environment variables for a new process: without anyaccel's, except the cache folder of the tests."""
+    """Return the environment variables for a new process: without anyaccel's, except the test files' own."""
     return {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith("ANYACCEL_") or name == "ANYACCEL_CACHE"
+        if not name.startswith("ANYACCEL_") or name in ("ANYACCEL_CACHE", "ANYACCEL_CONFIG")
     }
 
 

@@ -31,6 +31,13 @@ def test_nearest_name_is_suggested() -> None:
     assert errors.nearest("zzz", ["cpu", "neuron"]) == "known: cpu, neuron"
 
 
+def test_names_with_the_same_words_are_suggested() -> None:
+    known = ["timesteps", "prompt", "num_inference_steps"]
+    for name in ("steps", "num_steps", "inference-steps"):
+        assert errors.find_similar(name, known) == "num_inference_steps"
+    assert errors.find_similar("timestep", known) == "timesteps"
+
+
 def test_long_lists_are_shortened_to_similar_names() -> None:
     known = [f"recipe-{index}" for index in range(100)] + ["flux"]
     hint = errors.nearest("fluxx", known)

@@ -38,6 +38,7 @@ _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "minLeng
 VARIABLES = {
     "ANYACCEL_API_KEYS": "API keys of `anyaccel serve`, separated by commas; adds to `--api-key`",
     "ANYACCEL_CACHE": "The cache directory; default `$XDG_CACHE_HOME/anyaccel` or `~/.cache/anyaccel`",
+    "ANYACCEL_CONFIG": "The configuration file; default `~/.config/anyaccel/config.toml`",
     "ANYACCEL_DEVICE": "The device that `auto` selects",
     "ANYACCEL_TRACEBACK": "If set, the command line shows tracebacks instead of one-line errors",
     "ANYACCEL_VIRTUAL": "A virtual device for any program that imports torch: `mps`, `hpu,count=2`",
@@ -51,6 +52,7 @@ VARIABLES = {
     "TERM": "`dumb` turns the progress display off",
     "WORLD_SIZE": "Read for `parallel=`; set by torchrun",
     "XDG_CACHE_HOME": "The parent of the cache directory if `ANYACCEL_CACHE` is not set",
+    "XDG_CONFIG_HOME": "The parent of the folder of the configuration file if `ANYACCEL_CONFIG` is not set",
 }
 
 

@@ -204,8 +204,13 @@ _MAX_LISTED, _MAX_SIMILAR = 60, 12
 
 
 def find_similar(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is most similar to a misspelled one, or None if there is none."""
-    close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
+    """Return the known name with all words of an unknown one, or the most similar name, or None if there is none."""
+    names, words = list(known), set(name.lower().replace("-", "_").split("_"))
+    # `num_steps` is spelled more like `timesteps` than like `num_inference_steps`.
+    containing = [other for other in names if words <= set(other.replace("-", "_").split("_"))]
+    if containing:
+        return min(containing, key=len)
+    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     return close[0] if close else None
 
 

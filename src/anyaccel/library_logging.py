@@ -26,6 +26,7 @@ __all__ = [
     "log_errors_only",
     "no_progress_bars",
     "no_transformers_bars",
+    "quiet_command",
     "quiet_libraries",
     "silence_process",
     "use_process_local_tqdm_lock",
@@ -106,6 +107,37 @@ def quiet_libraries(*, everything: bool = False) -> Iterator[None]:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore", Warning if everything else FutureWarning)
             warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # half precision on a CPU without support
+        yield
+
+
+# diffusers 0.42 warns about the part of a prompt that a text encoder cannot read.
+_ABOUT_THE_PROMPT = "input was truncated"
+
+
+@contextmanager
+def quiet_command() -> Iterator[None]:
+    """Hide the warnings and log records below ERROR of libraries inside the `with` block, for one command.
+
+    Warnings about the user's prompt are shown. As with `quiet_libraries`, Python's `-W` option and variables such as
+    `DIFFUSERS_VERBOSITY` enable the messages.
+    """
+    make_record = logging.getLogRecordFactory()
+    hidden = {"diffusers"} - {name for name in ("diffusers",) if f"{name.upper()}_VERBOSITY" in os.environ}
+
+    def make_quiet_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make_record(*args, **kwargs)
+        library = record.name.partition(".")[0]
+        if library in hidden and record.levelno < logging.ERROR and _ABOUT_THE_PROMPT not in record.getMessage():
+            record.levelno = -1  # below the level of every handler
+        return record
+
+    with quiet_libraries(), ExitStack() as stack:
+        if not sys.warnoptions:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+        # A factory, because the handlers of libraries do not exist before their import.
+        logging.setLogRecordFactory(make_quiet_record)
+        stack.callback(logging.setLogRecordFactory, make_record)
         yield
 
 

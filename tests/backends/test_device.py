@@ -45,7 +45,7 @@ def test_variable_overrides_only_auto(monkeypatch: pytest.MonkeyPatch) -> None:
         anyaccel.open_device("auto")
 
 
-@pytest.mark.parametrize("value", ["cuda:", "cuda:x", "cuda:-1", ":0", "cuda 0", "cuda:0:1", "gpu!"])
+@pytest.mark.parametrize("value", ["cuda:", "cuda:x", "cuda:-1", ":0", "cuda/0", "cuda:0:1", "gpu!"])
 def test_invalid_variable_raises(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("ANYACCEL_DEVICE", value)
     with pytest.raises(UsageError, match="ANYACCEL_DEVICE") as caught:

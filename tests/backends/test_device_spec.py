@@ -1,5 +1,6 @@
 """Parsing of device strings, valid and invalid."""
 
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -13,6 +14,7 @@ import anyaccel
 from anyaccel.backends.device import OpenDevice, read_device
 from anyaccel.backends.device_spec import DeviceSpec
 from anyaccel.backends.registry import build_registry
+from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import DeviceUnavailableError, UnknownDeviceError, UsageError
 from tests.conftest import ALL_SHEETS, SOURCE
 
@@ -68,7 +70,7 @@ def test_valid_strings(device: object, expected: dict[str, object]) -> None:
         ("", "'' is not a valid device: the name is missing", "cuda, hpu:3"),
         (":0", "':0' is not a valid device: the name is missing", "virtual:neuron,count=2"),
         ("gpu!", "'gpu!' is not a valid name", "cuda, hpu:3"),
-        ("cuda 0", "'cuda 0' is not a valid name", "cuda, hpu:3"),
+        ("cuda 0", "unknown device 'cuda 0'", "did you mean cuda?"),
         ("cuda:", "'' is neither a device index nor a memory size", "cuda, hpu:3"),
         ("cuda:x", "'x' is neither a device index nor a memory size", "cuda, hpu:3"),
         ("cuda:-1", "'-1' is neither a device index nor a memory size", "cuda, hpu:3"),
@@ -106,7 +108,11 @@ def test_valid_strings(device: object, expected: dict[str, object]) -> None:
         ("virtual:nueron", "unknown device 'nueron'", "did you mean neuron?"),
         ("trainum", "unknown device 'trainum'", "did you mean trainium?"),
         ("virtual:auto", "unknown device 'auto'", "known: cuda"),
-        ("rtx4090", "unknown device 'rtx4090'", "with a memory size, such as cuda:24GiB"),
+        ("rtx6090", "unknown device 'rtx6090'", "with a memory size, such as cuda:24GiB, or a similar product: rtx"),
+        ("gtx1080", "unknown device 'gtx1080'", "with a memory size, such as cuda:24GiB"),
+        ("rtx 4060 ti", "unknown device 'rtx 4060 ti'", "use rtx4060ti-8gb or rtx4060ti-16gb"),
+        ("RTX3080-Laptop", "unknown device 'rtx3080-laptop'", "use rtx3080-laptop-8gb or rtx3080-laptop-16gb"),
+        ("arc-b999", "unknown device 'arc-b999'", "such as xpu:24GiB, or a similar product: arc-b580"),
         ("rx6800", "unknown device 'rx6800'", "with a memory size, such as rocm:24GiB"),
         ("gaudi9", "unknown device 'gaudi9'", "such as hpu:24GiB, or a known product: gaudi3, gaudi2"),
         ("m4-max", "unknown device 'm4-max'", "with a memory size, such as mps:24GiB"),
@@ -230,3 +236,32 @@ def test_parsing_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "product"),
+    [
+        ("rtx4090", "cuda", "rtx4090"),
+        ("RTX 4090", "cuda", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090", "cuda", "rtx4090"),
+        ("rtx-4090-laptop", "cuda", "rtx4090-laptop"),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", "cuda", "rtx5090-laptop"),
+        ("rtx 4070 ti super", "cuda", "rtx4070ti-super"),
+        ("rtx3060_12gb", "cuda", "rtx3060-12gb"),
+        ("RX 7900 XTX", "rocm", "rx7900xtx"),
+        ("rx-9060-xt-16gb", "rocm", "rx9060xt-16gb"),
+        ("Arc B580", "xpu", "arc-b580"),
+        ("arcb580", "xpu", "arc-b580"),
+    ],
+)
+def test_products_can_be_written_with_spaces_and_hyphens(text: str, name: str, product: str) -> None:
+    spec = DeviceSpec.parse(text, REGISTRY)
+    assert (spec.name, spec.product) == (name, product)
+    assert DeviceSpec.parse(f"{text}:1", REGISTRY).index == 1
+
+
+@pytest.mark.parametrize("sheet", ALL_SHEETS, ids=lambda sheet: sheet.name)
+def test_title_of_each_product_is_accepted(sheet: Sheet) -> None:
+    for product in sheet.products:
+        if re.fullmatch(r"[\w. -]+", product.title):
+            assert DeviceSpec.parse(product.title, REGISTRY).product == product.name

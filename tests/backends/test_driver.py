@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from anyaccel.backends.claim import DtypeLimit, Yes
-from anyaccel.backends.devices import cpu, cuda, hpu, mps, neuron, npu
+from anyaccel.backends.devices import cpu, cuda, hpu, mps, neuron, npu, xpu
 from anyaccel.backends.devices.cpu import SHEET as CPU
 from anyaccel.backends.driver import Driver, Memory
 from anyaccel.backends.dtype_probe import probe_dtype
 from anyaccel.backends.registry import Backend
+from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import NotMeasurableError
 
 CPU_DEVICE = torch.device("cpu")
@@ -103,6 +104,40 @@ def test_product_is_found_by_the_reported_name(
     reported: str, product: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = attach(hpu.BACKEND, monkeypatch, get_device_name=lambda index: reported)
+    assert driver.product(0) == product
+
+
+@pytest.mark.parametrize(
+    ("sheet", "reported", "memory_gib", "product"),
+    [
+        (cuda.CUDA, "NVIDIA GeForce RTX 4090", 24, "rtx4090"),
+        (cuda.CUDA, "NVIDIA GeForce RTX 4090 Laptop GPU", 16, "rtx4090-laptop"),
+        (cuda.CUDA, "NVIDIA GeForce RTX 4070 Ti", 12, "rtx4070ti"),
+        (cuda.CUDA, "NVIDIA GeForce RTX 4060 Ti", 7.6, "rtx4060ti-8gb"),
+        (cuda.CUDA, "NVIDIA GeForce RTX 4060 Ti", 15.6, "rtx4060ti-16gb"),
+        (cuda.CUDA, "NVIDIA GeForce RTX 3050 6GB Laptop GPU", 6, "rtx3050-laptop-6gb"),
+        (cuda.CUDA, "NVIDIA GeForce RTX 2060", 6, None),
+        (cuda.CUDA, "NVIDIA H200", 140, "h200"),
+        (cuda.ROCM, "AMD Radeon RX 7900 XT", 20, "rx7900xt"),
+        (cuda.ROCM, "AMD Radeon RX 7900 XTX", 24, "rx7900xtx"),
+        (cuda.ROCM, "AMD Instinct MI300X", 192, "mi300x"),
+        (xpu.SHEET, "Intel(R) Arc(TM) B580 Graphics", 12, "arc-b580"),
+        (xpu.SHEET, "Intel(R) Arc(TM) A770 Graphics", 7.9, "arc-a770-8gb"),
+        (xpu.SHEET, "Intel(R) Arc(TM) A770M Graphics", 16, "arc-a770m"),
+        (xpu.SHEET, "Intel(R) Arc(TM) Pro B60 Graphics", 24, "arc-pro-b60"),
+    ],
+)
+def test_gpu_is_found_by_its_name_and_memory_size(
+    sheet: Sheet, reported: str, memory_gib: float, product: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = int(memory_gib * 2**30)
+    driver = attach(
+        Backend(sheet=sheet),
+        monkeypatch,
+        get_device_name=lambda index: reported,
+        mem_get_info=lambda index: (total, total),
+        memory_allocated=lambda index: 0,
+    )
     assert driver.product(0) == product
 
 

@@ -219,6 +219,45 @@ def test_product_resolves_conditions() -> None:
     assert len(xpu.on(product="arc-a770").limits(SizeLimit)) == 1
 
 
+def test_consumer_gpus_have_memory_and_figures_with_sources() -> None:
+    names = {sheet: {product.name for product in anyaccel.sheet(sheet).products} for sheet in ("cuda", "rocm", "xpu")}
+    assert {"rtx3060-12gb", "rtx4070ti-super", "rtx4090", "rtx5090", "rtx4090-laptop"} <= names["cuda"]
+    assert {"rx7900xtx", "rx7600", "rx9070xt", "rx9060xt-8gb"} <= names["rocm"]
+    assert {"arc-a770", "arc-a380", "arc-b570", "arc-b580"} <= names["xpu"]
+    # Published by NVIDIA, AMD and Intel: tensor TFLOPS with float32 accumulation, and half of the int8 TOPS.
+    for name, gib, tflops, bandwidth in [
+        ("rtx3090", 24, 71, 936),
+        ("rtx4090", 24, 165.2, 1008),
+        ("rtx5080", 16, 112.6, 960),
+        ("rx7900xtx", 24, 122.8, 960),
+        ("arc-a750", 8, 114.5, 512),
+    ]:
+        sheet = anyaccel.sheet(name)
+        product = sheet.product(name)
+        assert product.memory_bytes == gib * 2**30
+        assert product.half_precision_flops == pytest.approx(tflops * 1e12, rel=0.01)
+        assert product.memory_bytes_per_s == bandwidth * 1e9
+    laptop, desktop = (anyaccel.sheet("cuda").product(name) for name in ("rtx4090-laptop", "rtx4090"))
+    assert laptop.memory_bytes == 16 * 2**30
+    assert laptop.half_precision_flops is None, "it depends on the power limit of the laptop"
+    assert laptop.source != desktop.source
+
+
+@pytest.mark.parametrize(
+    ("product", "dtype", "supported"),
+    [
+        ("rtx3090", "float8_e4m3fn", False),
+        ("rtx4090", "float8_e4m3fn", True),
+        ("rx7800xt", "float8_e4m3fn", False),
+        ("rx9070xt", "float8_e4m3fn", True),
+        ("arc-a380", "float64", False),
+        ("arc-b570", "float64", True),
+    ],
+)
+def test_limits_apply_to_the_generation_of_a_gpu(product: str, dtype: str, supported: bool) -> None:
+    assert isinstance(anyaccel.sheet(product).dtype(dtype), Yes) == supported
+
+
 def test_unknown_product_lists_the_known_ones() -> None:
     with pytest.raises(UnknownProductError, match=r"did you mean gaudi2\? known: gaudi3, gaudi2, gaudi1"):
         anyaccel.sheet("hpu").on(product="gaudy2")

@@ -81,7 +81,9 @@ def run_command(arguments: Sequence[str], environment: dict[str, str]) -> NoRetu
     """Run a command in a forked process with its own streams, and exit without pytest's cleanup."""
     status = 3
     try:
-        for name in ("NO_COLOR", "COLORTERM", "TMUX", "STY", "TERM_PROGRAM", "LC_TERMINAL", "KITTY_WINDOW_ID"):
+        # COLUMNS overrides the size of the terminal.
+        inherited = ("NO_COLOR", "COLORTERM", "TMUX", "STY", "TERM_PROGRAM", "LC_TERMINAL", "KITTY_WINDOW_ID")
+        for name in (*inherited, "COLUMNS", "LINES"):
             os.environ.pop(name, None)
         os.environ.update({"TERM": "xterm-256color"} | environment)
         sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115

@@ -177,3 +177,29 @@ def test_graphs_that_a_compiler_does_not_export_are_reported_as_not_cacheable(na
     command = [sys.executable, "-m", "anyaccel", *arguments]
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert "0 compiled, 0 loaded from the cache, 1 not cacheable" in completed.stdout
+
+
+def test_clear_requires_a_confirmation_and_keeps_other_files(own_cache: Path) -> None:
+    from anyaccel.planning.memory import MemoryRule
+    from anyaccel.runtime.placement.oom_history import load_outcome, save_outcome
+    from anyaccel.storage.cache_dir import read_fact, store_fact
+
+    cache = own_cache / "cache"
+    save_payload({**KEY, **find_versions()}, b"graphs", 23.0)
+    save_outcome("a model", MemoryRule("component"), 1000)
+    store_fact("half_precision.json", "this CPU", {"bfloat16": 2.0})
+    for name in ("serve", "memory", "compiled"):
+        (cache / name).mkdir(exist_ok=True)
+        (cache / name / "other.json").write_text("{}")
+    with pytest.raises(UsageError, match="only after a confirmation") as caught:
+        call("cache", "clear")
+    assert "--yes" in caught.value.hint
+    assert load_outcome("a model", 1000) == MemoryRule("component")
+    output = call("cache", "clear", "--yes")
+    assert "removed 1 entry" in output
+    assert "removed 2 files with measurements" in output
+    assert "0 entries" in call("cache", "list")
+    assert load_outcome("a model", 1000) is None
+    assert read_fact("half_precision.json", "this CPU") is None
+    assert all((cache / name / "other.json").exists() for name in ("serve", "memory", "compiled"))
+    assert "removed 0 entries" in call("cache", "clear", "-y")

@@ -227,6 +227,10 @@ def test_the_embedded_model_on_this_machine() -> None:
         ("cuda:24GiB", "cuda with 24GiB", 24 * GIB - 400 * 2**20),
         ("mps:16GiB", "mps with 16GiB", 16 * GIB * 2 // 3),
         ("mps:64GiB", "mps with 64GiB", 48 * GIB),
+        ("rtx4090", "rtx4090", 24 * GIB - 400 * 2**20),
+        ("RTX 4090 laptop", "rtx4090-laptop", 16 * GIB - 400 * 2**20),
+        ("rx7900xtx", "rx7900xtx", 24 * GIB),
+        ("arc-b580", "arc-b580", 12216 * 2**20),
         ("gaudi1", "gaudi1", 32 * 10**9),
         ("trn2", "trn2", 24 * GIB - 192 * 2**20),
     ],
@@ -241,6 +245,8 @@ def test_an_unavailable_device_becomes_its_smallest_product() -> None:
     target = find_device_target("hpu")
     assert target.name == "gaudi1"
     assert any("gaudi3" in note for note in target.notes)
+    assert find_device_target("rocm").name == "rx7900xtx"
+    assert any("`anyaccel devices rocm` lists its products" in note for note in find_device_target("rocm").notes)
     assert any("cannot be used as a torch device" in note for note in find_device_target("inf2").notes)
 
 

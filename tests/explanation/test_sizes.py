@@ -32,12 +32,13 @@ def explain(folder: Path, **arguments: object) -> tuple[Forecast, list[str]]:
 def test_a_video_has_the_default_size_of_its_pipeline_even_without_the_text_encoder() -> None:
     forecast, lines = explain(WAN, memory="resident")
     assert (forecast.kind, forecast.size, forecast.frames) == ("video", (832, 480), 81)
-    assert lines[1] == "1 video of 832 × 480, 81 frames in bfloat16, WanPipeline"
+    assert lines[1] == "1 video of 832 × 480, 81 frames, 5.06 s at 16 frames per second in bfloat16, WanPipeline"
     assert forecast.not_included == ("text_encoder",)
     assert "text_encoder" not in dict(forecast.components)
     assert forecast.notes[0].startswith("text_encoder (UMT5EncoderModel) is not included: ")
     assert any(line.endswith("of 139 GiB, without text_encoder") for line in lines)
     assert forecast.to_dict()["frames"] == 81
+    assert (forecast.to_dict()["fps"], forecast.to_dict()["seconds"]) == (16, 81 / 16)
 
 
 def test_the_number_of_frames_changes_the_memory(tmp_path: Path) -> None:
@@ -45,6 +46,28 @@ def test_the_number_of_frames_changes_the_memory(tmp_path: Path) -> None:
     few, many = (explain(folder, height=64, width=64, frames=frames)[0] for frames in (5, 17))
     assert (few.frames, many.frames) == (5, 17)
     assert dict(few.phases)["decode"] < dict(many.phases)["decode"]
+
+
+def test_seconds_and_frame_rate_set_the_number_of_frames(tmp_path: Path) -> None:
+    folder, size = save("wan", tmp_path / "wan"), {"height": 64, "width": 64}
+    forecast, lines = explain(folder, seconds=1, **size)
+    assert (forecast.frames, forecast.fps, forecast.seconds) == (17, 16, 17 / 16), "Wan's rate, and 4 n + 1 frames"
+    assert "17 frames, 1.06 s at 16 frames per second" in lines[1]
+    forecast, _ = explain(folder, seconds=1, fps=8, **size)
+    assert (forecast.frames, forecast.fps) == (9, 8)
+    forecast, _ = explain(folder, frames=5, fps=10, **size)
+    assert (forecast.frames, forecast.fps, forecast.seconds) == (5, 10, 0.5)
+    forecast, _ = explain(save("ltx", tmp_path / "ltx"), seconds=0.5, fps=20, **size)
+    assert (forecast.frames, forecast.fps) == (9, 20), "8 n + 1 frames; the rate is an argument of the call"
+
+
+def test_seconds_set_the_duration_of_audio(tmp_path: Path) -> None:
+    folder = save("stable-audio", tmp_path)
+    short, long = (explain(folder, seconds=seconds)[0] for seconds in (0.5, 1.0))
+    assert (short.kind, short.fps) == ("audio", None)
+    assert short.seconds
+    assert long.seconds
+    assert short.seconds < long.seconds
 
 
 @pytest.mark.parametrize("recipe", ["wan", "ltx", "cogvideo"])
@@ -77,6 +100,12 @@ def test_frames_of_an_image_raise() -> None:
         anyaccel.explain("embedded", "h200", frames=5)
     with pytest.raises(UsageError, match="the number of frames must be an integer"):
         anyaccel.explain(WAN, "h200", frames=0)
+    with pytest.raises(UsageError, match="no argument for the duration"):
+        anyaccel.explain("embedded", "h200", seconds=5)
+    with pytest.raises(UsageError, match="the duration must be a positive number of seconds, not -1"):
+        anyaccel.explain(WAN, "h200", seconds=-1)
+    with pytest.raises(UsageError, match="--seconds and --frames cannot be combined"):
+        anyaccel.explain(WAN, "h200", seconds=1, frames=5)
 
 
 def test_a_missing_denoiser_raises(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The option `weights=` of `explain`, compared with the plan of the loaded pipeline."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,24 @@ def test_all_formats_are_listed_if_the_weights_do_not_stay_on_the_device() -> No
     assert max(map(len, text)) <= 100 or any("https://" in line for line in text if len(line) > 100)
     keys = {"name", "weights_bytes", "peak_bytes", "memory", "fits"}
     assert [set(option) for option in plan.to_dict()["offers"]] == [keys] * 5
+
+
+def test_formats_of_packages_that_are_not_installed(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    reserved = 2**30 - find_device_target("cuda:1GiB").capacity_bytes
+    plan = anyaccel.explain(saved, f"cuda:{reserved / 2**20 + 10}MiB", height=SIDE, width=SIDE)
+    assert plan.forecast is not None
+    assert not plan.forecast.fits
+    assert [option.name for option in plan.forecast.offers] == ["int8", "fp8", "nf4"]
+    notes = [note for note in plan.forecast.notes if "gguf" in note]
+    assert notes[0] == (
+        "weights='gguf:Q8_0' requires the package gguf, so its memory is not predicted (pip install gguf)"
+    )
+    assert len(notes) == 2
+    with pytest.raises(anyaccel.AnyaccelError, match="requires the package gguf") as caught:
+        anyaccel.explain(saved, "mps:16GiB", weights="gguf:Q4_0")
+    assert caught.value.hint == "pip install gguf"
+    assert isinstance(caught.value, ImportError)
 
 
 def test_formats_are_not_listed_if_everything_stays_on_the_device() -> None:

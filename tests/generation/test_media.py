@@ -132,7 +132,7 @@ def test_file_of_a_video_with_audio_and_notebook(tmp_path: Path) -> None:
 
 
 def test_frame_rate_that_is_not_known_has_a_note() -> None:
-    from anyaccel.generation.durations import choose_frame_rate
+    from anyaccel.runtime.durations import choose_frame_rate
 
     assert choose_frame_rate("WanVACEPipeline", {}, {}) == (16, "")
     assert choose_frame_rate("WanAnimatePipeline", {}, {}) == (30, "")

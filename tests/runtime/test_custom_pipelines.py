@@ -154,6 +154,22 @@ def test_a_faulty_file_is_named(text: str, message: str, folder: Path, tmp_path:
     assert caught.value.hint
 
 
+def test_other_errors_of_custom_pipelines_are_explained(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(anyaccel.AnyaccelError, match="must be a path or a name") as caught:
+        load(folder, OwnPipeline)
+    assert "from_pretrained of the class" in caught.value.hint
+    with pytest.raises(anyaccel.AnyaccelError, match="cannot load") as caught:
+        load(folder, "community_pipeline")
+    assert "check the name 'community_pipeline'" in caught.value.hint
+    (tmp_path / "pipeline.py").write_text(
+        "import diffusers\n\n\nclass Own(diffusers.DiffusionPipeline):\n"
+        "    def __init__(self, unet, other):\n        super().__init__()\n"
+    )
+    with pytest.raises(anyaccel.AnyaccelError, match=r"expected .*other") as caught:
+        load(folder, tmp_path)
+    assert "pass the missing components" in caught.value.hint
+
+
 def test_missing_files_and_classes_are_named(folder: Path, code: Path, tmp_path: Path) -> None:
     for path in (str(tmp_path / "other.py"), f"{tmp_path}/nowhere", tmp_path, "other.py"):
         with pytest.raises(anyaccel.AnyaccelError, match="does not exist") as caught:

@@ -1,6 +1,7 @@
 """Modular pipelines with blocks of the user, added before or after placement: the image of stock diffusers."""
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,16 @@ def test_changes_before_and_after_placement(change: Change) -> None:
     assert is_changed == (change is not remove), "the test must see the change"
 
 
+def test_blocks_are_not_copied_by_calls() -> None:
+    """A block may have an attribute that cannot be copied."""
+    blocks = insert_block(make())
+    blocks.sub_blocks["tint"].lock = threading.Lock()
+    pipe = LIBRARY.StableDiffusionXLModularPipeline(blocks=blocks)
+    pipe.update_components(**{name: getattr(make(), name) for name in pipe.pretrained_component_names})
+    expected = draw(pipe)
+    assert numpy.array_equal(draw(anyaccel.place(pipe, "cpu", dtype="float32")), expected)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder whose blocks are in its Python file."""
@@ -160,6 +171,12 @@ def test_blocks_from_the_code_of_a_folder(folder: Path) -> None:
     assert numpy.abs(draw(make()) - expected).max() > 1e-3
 
 
+def test_a_config_without_code(folder: Path) -> None:
+    (folder / "modular_config.json").write_text(json.dumps({"auto_map": ["block.TintedBlocks"]}))
+    with pytest.raises(anyaccel.AnyaccelError, match="does not appear to have any custom code"):
+        anyaccel.ModularPipeline.from_pretrained(folder, trust_remote_code=True)
+
+
 def test_code_of_a_folder_runs_once(folder: Path) -> None:
     runs = folder / "runs.txt"
     code = f"with open({str(runs)!r}, 'a') as file:\n    file.write('x')\n"
@@ -183,6 +200,10 @@ def test_code_of_a_folder_is_not_run(folder: Path) -> None:
         ("def f(:\n", r"block\.py: SyntaxError: invalid syntax \(block\.py, line 1\)"),
         ("x = 1\n", r"block\.py: .*TintedBlocks"),
         ("import nothing_like_this\n", r"block\.py: .*nothing_like_this"),
+        (
+            CODE.replace("self.sub_blocks", "raise TypeError('boom')\n        self.sub_blocks", 1),
+            r"TypeError: boom \(block\.py, line",
+        ),
     ],
 )
 def test_faulty_code_of_a_folder_is_named(text: str | None, message: str, folder: Path) -> None:

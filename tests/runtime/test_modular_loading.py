@@ -8,6 +8,7 @@ from typing import Any
 import diffusers
 import numpy
 import pytest
+import safetensors.torch
 import torch
 
 import anyaccel
@@ -118,12 +119,36 @@ def test_a_seed_selects_the_image(folder: Path) -> None:
     assert not numpy.array_equal(first, other)
 
 
+def split(pipe: Any) -> tuple[Any, Any]:
+    """Return a pipeline with the text encoder block, and one with the other blocks."""
+    blocks = pipe.blocks
+    parts = [blocks.sub_blocks.pop("text_encoder").init_pipeline(), blocks.init_pipeline()]
+    for part in parts:
+        part.update_components(**{name: getattr(pipe, name) for name in part.pretrained_component_names})
+    return parts[0], parts[1]
+
+
+@pytest.mark.parametrize(("prompt", "more"), [(["a fox", "a cat"], {}), ("a fox", {"num_images_per_prompt": 2})])
+def test_seeds_of_a_call_that_continues_a_state(prompt: Any, more: dict[str, Any], folder: Path) -> None:
+    call = {"num_inference_steps": 2, "height": 16, "width": 16, "output": "images", "output_type": "np", **more}
+    encoder, others = split(load_stock(folder))
+    generators = [torch.Generator().manual_seed(seed) for seed in (7, 8)]
+    expected = others(state=encoder(prompt=prompt), generator=generators, **call)
+    encoder, others = split(anyaccel.ModularPipeline.from_pretrained(folder, device="cpu"))
+    state = encoder(prompt=prompt)
+    assert numpy.array_equal(others(state=state, seed=7, **call), expected)
+    with pytest.raises(anyaccel.AnyaccelError, match="3 seeds"):
+        others(state=state, seed=[1, 2, 3], **call)
+
+
 def test_components_by_name(folder: Path) -> None:
     vae = load_stock(folder).vae
     pipe = anyaccel.ModularPipeline.from_pretrained(folder, vae=vae, text_encoder_2=None)
     assert pipe.vae is vae
     assert pipe.text_encoder_2 is None
     assert pipe.text_encoder is not None
+    guider = LIBRARY.ClassifierFreeGuidance(guidance_scale=2.0)  # diffusers creates it from a config
+    assert anyaccel.ModularPipeline.from_pretrained(folder, names=[], guider=guider).guider is guider
     only = anyaccel.ModularPipeline.from_pretrained(folder, names=["unet", "scheduler"])
     assert {name for name in only.pretrained_component_names if getattr(only, name) is not None} == {
         "unet",
@@ -131,6 +156,14 @@ def test_components_by_name(folder: Path) -> None:
     }
     with pytest.raises(anyaccel.AnyaccelError, match="did you mean unet"):
         anyaccel.ModularPipeline.from_pretrained(folder, names=["unett"])
+
+
+def test_dtypes_by_component(folder: Path) -> None:
+    dtypes = {"vae": "fp32", "default": torch.bfloat16, "unet": "float16"}
+    pipe = anyaccel.ModularPipeline.from_pretrained(folder, dtype=dtypes)
+    assert (pipe.vae.dtype, pipe.unet.dtype, pipe.text_encoder.dtype) == (torch.float32, torch.float16, torch.bfloat16)
+    with pytest.raises(anyaccel.AnyaccelError, match="unknown dtype 'float61'"):
+        anyaccel.ModularPipeline.from_pretrained(folder, dtype={"vae": "float61"})
 
 
 def test_a_workflow_loads_only_its_components(folder: Path) -> None:
@@ -168,6 +201,61 @@ def test_a_missing_component_is_named(own_folder: Path) -> None:
         anyaccel.ModularPipeline.from_pretrained(own_folder)
     assert isinstance(error.value, OSError)
     assert anyaccel.ModularPipeline.from_pretrained(own_folder, vae=None).vae is None
+
+
+def rewrite_index(folder: Path, name: str, change: dict[str, Any] | None, **values: Any) -> None:
+    """Change the options of a component in the index, and other values."""
+    index = json.loads((folder / INDEX).read_text()) | values
+    index[name][2] |= change or {}
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("change", "values"),
+    [
+        ({"type_hint": ["os", "system"]}, {}),
+        ({"unknown": 1}, {}),
+        (None, {"_class_name": "StableDiffusionXLPipeline"}),
+    ],
+)
+def test_a_faulty_index_is_named(change: Any, values: dict[str, Any], own_folder: Path) -> None:
+    rewrite_index(own_folder, "unet", change, **values)
+    with pytest.raises(anyaccel.AnyaccelError, match=f"cannot load {own_folder}") as error:
+        anyaccel.ModularPipeline.from_pretrained(own_folder)
+    assert error.value.hint == f"check its {INDEX}"
+
+
+def test_weights_in_other_folders_are_checked_before_loading(own_folder: Path, tmp_path: Path, capfd: Any) -> None:
+    other = Path(shutil.copytree(own_folder / "vae", tmp_path / "other" / "vae"))
+    shutil.rmtree(own_folder / "vae")
+    rewrite_index(own_folder, "vae", {"pretrained_model_name_or_path": str(tmp_path / "other")})
+    weights = next(other.glob("*.safetensors"))
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-100])
+    with pytest.raises(anyaccel.AnyaccelError, match=f"{weights} is truncated"):
+        anyaccel.ModularPipeline.from_pretrained(own_folder)
+    weights.unlink()
+    torch.save(safetensors.torch.load(content), weights.with_suffix(".bin"))
+    with pytest.raises(anyaccel.AnyaccelError, match="pickled") as error:
+        anyaccel.ModularPipeline.from_pretrained(own_folder)
+    assert "use_safetensors=False" in error.value.hint
+    assert "Loading pipeline components" not in capfd.readouterr().err
+    assert anyaccel.ModularPipeline.from_pretrained(own_folder, names=["vae"], use_safetensors=False).vae is not None
+    assert anyaccel.ModularPipeline.from_pretrained(own_folder, names=["unet"], vae=None).vae is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        ({"dtpye": torch.bfloat16}, "the component text_encoder has no option 'dtpye'", "correct its name"),
+        ({"workflow": "text2imag"}, "no workflow 'text2imag'", "did you mean text2image"),
+        ({"names": ["guider"]}, "guider, which is not loaded", "guider=component"),
+    ],
+)
+def test_unknown_options_are_named(options: dict[str, Any], message: str, hint: str, folder: Path) -> None:
+    with pytest.raises(anyaccel.AnyaccelError, match=message) as error:
+        anyaccel.ModularPipeline.from_pretrained(folder, **options)
+    assert hint in error.value.hint
 
 
 def test_auto_classes_reject_a_modular_folder(folder: Path) -> None:

@@ -1,5 +1,7 @@
 """Custom pipeline classes with methods, arguments and attributes that anyaccel also has."""
 
+import copy
+import pickle
 from typing import Any
 
 import diffusers
@@ -56,6 +58,54 @@ def test_methods_and_arguments_of_a_custom_pipeline_take_precedence() -> None:
     expected = stock("a fox", seed=5).images
     assert (placed("a fox", seed=5).images == expected).all()
     assert (placed("a fox", seed=6).images != expected).any()
+
+
+def test_a_pipeline_may_have_attributes_with_the_names_of_a_modular_one() -> None:
+    placed = anyaccel.place(make(Stock), "cpu", dtype="float32")
+    call = {"num_inference_steps": 1, "output_type": "np", "height": 16, "width": 16}
+    expected = placed("a fox", seed=5, **call).images
+    placed.blocks, placed._blocks = [1], [1]
+    placed.warmup([(16, 16)])
+    assert (placed("a fox", seed=5, **call).images == expected).all()
+
+
+class SlottedPipeline(Stock):  # type: ignore[misc]
+    """A pipeline whose class has `__slots__`."""
+
+    __slots__ = ("factor",)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+def test_copies_have_the_slots_of_a_custom_pipeline(copied: Any) -> None:
+    pipe = make(SlottedPipeline)
+    object.__setattr__(pipe, "factor", 3)
+    placed = copied(anyaccel.place(pipe, "cpu", dtype="float32"))
+    assert placed.factor == 3
+    assert placed.plan.dtype.value == "float32"
+
+
+class Scale(torch.nn.Module):
+    """A model without the attributes that models of diffusers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(2.0))
+
+
+class PlainModelPipeline(diffusers.DiffusionPipeline):  # type: ignore[misc]
+    """A pipeline with such a model."""
+
+    def __init__(self, scale: Any) -> None:
+        super().__init__()
+        self.register_modules(scale=scale)
+
+
+def test_a_model_without_dtype_is_named() -> None:
+    with pytest.raises(AttributeError):
+        PlainModelPipeline(Scale()).to("cpu")
+    with pytest.raises(anyaccel.AnyaccelError, match="scale is a Scale, which has no attribute device") as caught:
+        anyaccel.place(PlainModelPipeline(Scale()), "cpu")
+    assert "ModelMixin" in caught.value.hint
 
 
 def test_an_instance_attribute_may_be_called_plan() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import diffusers
 import pytest
 
-from anyaccel.generation.durations import choose_frame_rate
+from anyaccel.runtime.durations import choose_frame_rate
 from anyaccel.upstream.auto_pipelines import Task, find_task_class
 from anyaccel.upstream.prompt_cleaning import needs_ftfy
 from anyaccel.upstream.schedulers import list_compatible_schedulers

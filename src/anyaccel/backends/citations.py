@@ -20,5 +20,8 @@ SCHEDULER_SYNC = "https://github.com/huggingface/diffusers/pull/11696"
 TENSORS = "https://docs.pytorch.org/docs/stable/tensors.html"
 TORCH_INSTALL = "https://pytorch.org/get-started/locally/"
 
+# uv selects the vendor's build of torch by name.
+UV_TORCH = "https://docs.astral.sh/uv/guides/integration/pytorch/"
+
 GB = 10**9
 GIB = 2**30

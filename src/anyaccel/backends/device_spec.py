@@ -1,6 +1,6 @@
 """The parser for device strings.
 
-Examples: `auto`, `hpu`, `hpu:3`, `mps:16GiB`, `gaudi2` and `virtual:hpu,count=8,strict`.
+Examples: `auto`, `hpu`, `hpu:3`, `mps:16GiB`, `gaudi2`, `RTX 4090` and `virtual:hpu,count=8,strict`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ __all__ = ["AUTO", "VIRTUAL_PREFIX", "DeviceSpec", "read_device_name"]
 
 AUTO = "auto"
 VIRTUAL_PREFIX = "virtual:"
-_WORD = re.compile(r"[a-z0-9][a-z0-9_.-]*")
+# Product names may have spaces: `RTX 4090`.
+_WORD = re.compile(r"[a-z0-9][a-z0-9_. -]*")
 _INDEX = re.compile(r"[0-9]{1,9}")
 _COUNT = re.compile(r"[0-9]{1,3}")
 _NUMBER = re.compile(r"[0-9]*\.?[0-9]+")

@@ -106,10 +106,12 @@ class Driver:
     def product(self, index: int) -> str | None:
         """Return the product name that matches the name reported by the device, or None."""
         name = self.device_name(index)
-        for product in self.sheet.products:
-            if product.reported_as and re.search(product.reported_as, name):
-                return product.name
-        return None
+        products = [p for p in self.sheet.products if p.reported_as and re.search(p.reported_as, name)]
+        if len(products) > 1:
+            # Products such as the RTX 4060 Ti exist with several memory sizes under the same name.
+            total = self.memory(index).total_bytes
+            products.sort(key=lambda product: abs((product.memory_bytes or 0) - total))
+        return products[0].name if products else None
 
     def synchronize(self, index: int) -> None:
         """Wait until the device has finished all enqueued work."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from anyaccel.backends.driver import Driver
 from anyaccel.backends.evidence_files import load_verifications, merge_evidence
 from anyaccel.backends.machine import Machine
+from anyaccel.backends.product_names import find_product, suggest_product
 from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import PluginError, UnknownDeviceError, nearest
 
@@ -82,15 +83,16 @@ class Registry:
     def find_name(self, word: str, given_by: str = "") -> tuple[str, str | None]:
         """Resolve a device name, alias or product to a device name and a product (or None).
 
-        For example, `gaudi2` is resolved to `("hpu", "gaudi2")`.
+        For example, `gaudi2` is resolved to `("hpu", "gaudi2")`, and `rtx 4090` to `("cuda", "rtx4090")`.
         """
         sheets = [sheet for backend in self.backends.values() for sheet in backend.sheets]
         # Device names win over aliases and products of other sheets, which plugins may define.
         for sheet in sheets if word not in self.names() else ():
-            if word in self.list_products(sheet.name):
-                return sheet.name, word
             if word in sheet.aliases:
                 return sheet.name, None
+            product = find_product(sheet, word)
+            if product is not None:
+                return sheet.name, product.name.lower()
         self.backend(word, given_by)
         return word, None
 
@@ -129,8 +131,7 @@ class Registry:
         sheets = [sheet for backend in self.backends.values() for sheet in backend.sheets]
         for sheet in sheets:
             if sheet.product_pattern and re.match(sheet.product_pattern, word):
-                listed = ", ".join(product.name for product in sheet.products)
-                return f"use {sheet.name} with a memory size, such as {sheet.name}:24GiB, or a known product: {listed}"
+                return suggest_product(sheet, word)
         # A vendor with several device types, such as Intel, has no alias.
         by_vendor = [sheet.name for sheet in sheets if word == sheet.title.lower().split()[0]]
         if by_vendor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from anyaccel.backends.claim import Answer, Claim, DtypeLimit, Limit, OperationLimit, Quirk, SizeLimit, Unknown, Yes
+from anyaccel.backends.installation import InstallCommand
 from anyaccel.backends.requirement import Requirement
 from anyaccel.errors import UnknownProductError, nearest
 
@@ -166,6 +167,12 @@ class Product(Claim):
     """Whether that software provides a torch device, which running a plan requires."""
     reported_as: str = ""
     """Regular expression of the name that the device reports: `H200`; empty if unknown."""
+    half_precision_flops: float | None = None
+    """Published dense matrix FLOPs per second in half precision, accumulated in float32; None if unknown."""
+    memory_bytes_per_s: float | None = None
+    """Published memory bandwidth; None if unknown."""
+    figures_source: str = ""
+    """The URL of the throughput and the bandwidth, if it differs from the source of the memory size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,11 +236,15 @@ class Sheet:
     """The resource under which Ray detects the device (Ray 2.60, `_private/accelerators`): `GPU`; empty if it does
     not, so a node must be started with a custom resource of the sheet's name."""
     requirements: tuple[Requirement, ...] = ()
+    installation: tuple[InstallCommand, ...] = ()
+    """The commands that install the device's build of torch, by operating system."""
     device_files: tuple[str, ...] = ()
     """Patterns of the device files that Linux creates for the hardware: `/dev/neuron*`."""
     pci_vendor: str = ""
     """The PCI vendor ID, if several vendors use these device files: `0x1da3`."""
     products: tuple[Product, ...] = ()
+    assumed_product: str = ""
+    """The product that `explain` assumes for a device that is not on this machine; empty for the smallest one."""
     aliases: tuple[str, ...] = ()
     """Other names of the device: `gaudi` for `hpu`."""
     product_pattern: str = ""

@@ -18,6 +18,7 @@ from anyaccel.backends.claim import (
     Unknown,
     Yes,
 )
+from anyaccel.backends.installation import InstallCommand
 from anyaccel.backends.requirement import Requirement
 from anyaccel.backends.sheet import (
     Compiler,
@@ -56,6 +57,7 @@ _SECTIONS = {
     "modes": "Software",
     "variables": "Software",
     "requirements": "Requirements",
+    "installation": "Installation",
     "products": "Products",
 }
 
@@ -109,6 +111,8 @@ def _make_row(subject: str, claim: Claim | Unknown) -> SheetRow:
     # Requirements have no names of their own, only indices.
     if isinstance(claim, Requirement):
         subject = claim.requires
+    if isinstance(claim, InstallCommand):
+        subject = " or ".join(claim.systems)
     says = f"{claim.says} Instead: {claim.hint}." if isinstance(claim, Limit) and claim.hint else claim.says
     says = " ".join([says, *(_format_evidence(entry) for entry in claim.seen_on)])
     contradicted = claim.contradicted_by if isinstance(claim, Limit) else ""
@@ -137,6 +141,7 @@ def _verdict(claim: Claim) -> str:
         (DtypeOrder, " > ".join(getattr(claim, "order", ()))),
         (Compiler, getattr(claim, "backend", "")),
         (Distributed, getattr(claim, "backend", "")),
+        (InstallCommand, getattr(claim, "command", "")),
         (Speedup, f"{getattr(claim, 'gain', 1):g} times as fast"),
         (Variable, f"={getattr(claim, 'value', '')}" if getattr(claim, "value", "") else "set by the user"),
     ]
@@ -166,7 +171,10 @@ def _memory_verdict(terms: MemoryTerms) -> str:
 def _product_verdict(product: Product) -> str:
     memory = "memory varies" if product.memory_bytes is None else f"{product.memory_bytes / 2**30:.0f} GiB"
     count = "" if product.per_server is None else f", {product.per_server} per server"
-    return f"{memory}{count}" if product.native else f"{memory}{count}; not supported: {product.software}"
+    speed = "" if product.half_precision_flops is None else f", {product.half_precision_flops / 1e12:.0f} TFLOPS"
+    speed += "" if product.memory_bytes_per_s is None else f", {product.memory_bytes_per_s / 1e9:.0f} GB/s"
+    text = f"{memory}{speed}{count}"
+    return text if product.native else f"{text}; not supported: {product.software}"
 
 
 def _format_power(amount: int) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from anyaccel.cli.completion import complete_device
 from anyaccel.cli.interrupts import INTERRUPTED, TERMINATED
 from anyaccel.cli.progress import Display
 from anyaccel.cli.shared_options import Dtype, Model, RayAddress, Speed, Weights
@@ -23,7 +24,13 @@ Source = Annotated[
 ]
 Out = Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder for the images and manifest.jsonl.")]
 BatchDevice = Annotated[
-    str, typer.Option("--device", "-d", help="Device to use: auto, cuda, hpu:3, virtual:neuron,count=2.")
+    str,
+    typer.Option(
+        "--device",
+        "-d",
+        help="Device to use: auto, cuda, hpu:3, virtual:neuron,count=2.",
+        autocompletion=complete_device,
+    ),
 ]
 Workers = Annotated[
     int | None, typer.Option("--workers", "-w", min=1, help="Number of worker processes. Default: one per device.")

@@ -13,8 +13,8 @@ from anyaccel.call_limits import check_steps, parse_image_size
 from anyaccel.cli.interrupts import cleanup_on_exit
 from anyaccel.cli.shared_options import Device, Dtype, ImageSize, Steps, Weights
 from anyaccel.errors import UsageError
-from anyaccel.generation.durations import check_duration
 from anyaccel.planning.options import check_weights
+from anyaccel.runtime.durations import check_duration
 
 if TYPE_CHECKING:
     from anyaccel.bench.case import BenchCase

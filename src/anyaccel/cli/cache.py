@@ -1,14 +1,16 @@
-"""`anyaccel cache`: lists, exports, imports and prunes the compile cache."""
+"""`anyaccel cache`: lists, exports, imports, prunes and clears the compile cache."""
 
 from __future__ import annotations
 
 import json
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from anyaccel.cli.command import with_verbose_option
 from anyaccel.errors import UsageError
 
 __all__ = ["cache_app", "check_cache_writable"]
@@ -20,6 +22,7 @@ cache_app = typer.Typer(
 
 
 @cache_app.command("list")
+@with_verbose_option
 def list_cache(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List the cached graphs with their pipeline, image size, dtype and device."""
     from anyaccel.runtime.speed.compile_cache import find_entries_dir, list_entries, measure_graphs
@@ -72,6 +75,7 @@ def _entry_state(readable: bool, current: bool) -> str:
 
 
 @cache_app.command("export")
+@with_verbose_option
 def export_cache(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, for example graphs.tar.gz.")],
 ) -> None:
@@ -93,6 +97,7 @@ def export_cache(
 
 
 @cache_app.command("import")
+@with_verbose_option
 def import_cache(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File written by `anyaccel cache export`.")],
 ) -> None:
@@ -130,6 +135,7 @@ def check_cache_writable(folder: Path) -> None:
 
 
 @cache_app.command("prune")
+@with_verbose_option
 def prune_cache(
     older: Annotated[
         float | None,
@@ -140,19 +146,56 @@ def prune_cache(
     ] = False,
 ) -> None:
     """Remove corrupted cache entries and entries written by other package versions."""
-    from anyaccel.runtime.speed.compile_cache import prune_entries, remove_graphs
+    from anyaccel.runtime.speed.compile_cache import prune_entries
     from anyaccel.runtime.speed.compile_cache_key import find_versions
     from anyaccel.units import readable
 
     if older is not None and not older >= 0:  # `older < 0` would accept NaN
         raise UsageError(f"--older must be at least 0 days, not {older:g}", hint="for example --older 30")
-    removed, freed_bytes, foreign = (
-        prune_entries() if everything else prune_entries(older_than_days=older, versions=find_versions())
-    )
-    compiler_bytes, foreign_graphs = remove_graphs() if everything else (0, [])
-    # ANYACCEL_CACHE can point to a folder that other programs use too.
-    for path in (*foreign, *foreign_graphs):
-        print(f"not removed, not written by anyaccel: {path}")
+    if everything:
+        _remove_all()
+        return
+    removed, freed_bytes, foreign = prune_entries(older_than_days=older, versions=find_versions())
+    _print_kept(foreign)
+    print(f"removed {_count_entries(removed)}, {readable(freed_bytes)}")
+
+
+@cache_app.command("clear")
+@with_verbose_option
+def clear_cache(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+) -> None:
+    """Remove everything that anyaccel stores to save time: compiled graphs, compilers' caches and measurements.
+
+    Files of `anyaccel serve` and models that were downloaded from the Hub are kept.
+    """
+    from anyaccel.runtime.placement.oom_history import remove_outcomes
+    from anyaccel.storage.cache_dir import find_cache_folder, remove_facts
+
+    if not yes:
+        if not sys.stdin.isatty():
+            raise UsageError("the cache is cleared only after a confirmation", hint="add --yes")
+        typer.confirm(f"Clear the cache in {find_cache_folder()}?", abort=True, err=True)
+    _remove_all()
+    measurements = remove_outcomes() + remove_facts()
+    if measurements:
+        print(f"removed {measurements} file{'s' * (measurements > 1)} with measurements of this machine")
+
+
+def _remove_all() -> None:
+    """Remove all cache entries and the compilers' own caches, and print the freed size."""
+    from anyaccel.runtime.speed.compile_cache import prune_entries, remove_graphs
+    from anyaccel.units import readable
+
+    removed, freed_bytes, foreign = prune_entries()
+    compiler_bytes, foreign_graphs = remove_graphs()
+    _print_kept([*foreign, *foreign_graphs])
     print(f"removed {_count_entries(removed)}, {readable(freed_bytes)}")
     if compiler_bytes:
         print(f"removed the compilers' own caches, {readable(compiler_bytes)}")
+
+
+def _print_kept(paths: list[str]) -> None:
+    # ANYACCEL_CACHE can point to a folder that other programs use too.
+    for path in paths:
+        print(f"not removed, not written by anyaccel: {path}")

@@ -16,43 +16,64 @@ from anyaccel.backends.device import devices, find_device, sheet, this_machine
 from anyaccel.backends.machine import Machine
 from anyaccel.backends.sheet import Sheet
 from anyaccel.backends.sheet_text import describe_sheet, sheet_as_json
+from anyaccel.cli.completion import complete_device
 from anyaccel.cli.console import color_verdict, make_console
+from anyaccel.cli.shared_options import AsJson
 from anyaccel.errors import UsageError
 
 __all__ = ["show_devices"]
 
 
+Name = Annotated[
+    str | None,
+    typer.Argument(
+        help="Print the capability sheet of this device, for example mps, hpu or rocm.",
+        autocompletion=complete_device,
+    ),
+]
+Report = Annotated[bool, typer.Option("--report", help="Print a summary of this machine for a bug report.")]
+Install = Annotated[
+    bool,
+    typer.Option("--install", help="Print the command that installs torch for the hardware found, or for NAME."),
+]
+Verify = Annotated[
+    bool,
+    typer.Option("--verify", help="Verify the capability sheet against the device and write an evidence file."),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="With --verify: evidence file to write."),
+]
+SignedOffBy = Annotated[
+    str,
+    typer.Option(
+        "--signed-off-by", metavar="NAME", help="With --verify: name of the person who signs off on the evidence."
+    ),
+]
+Pipelines = Annotated[
+    str, typer.Option("--pipelines", metavar="few|all|none|RECIPE,…", help="With --verify: tiny pipelines to run.")
+]
+Compiled = Annotated[
+    bool,
+    typer.Option("--compile", help="With --verify: also run the pipelines compiled, captured and with speed=fast."),
+]
+Jobs = Annotated[
+    int | None, typer.Option("--jobs", metavar="N", help="With --verify: number of processes that run pipelines.")
+]
+
+
 def show_devices(
-    name: Annotated[
-        str | None, typer.Argument(help="Print the capability sheet of this device, for example mps, hpu or rocm.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    report: Annotated[bool, typer.Option("--report", help="Print a summary of this machine for a bug report.")] = False,
-    verify: Annotated[
-        bool,
-        typer.Option("--verify", help="Verify the capability sheet against the device and write an evidence file."),
-    ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="With --verify: evidence file to write."),
-    ] = None,
-    signed_off_by: Annotated[
-        str,
-        typer.Option(
-            "--signed-off-by", metavar="NAME", help="With --verify: name of the person who signs off on the evidence."
-        ),
-    ] = "",
-    pipelines: Annotated[
-        str, typer.Option("--pipelines", metavar="few|all|none|RECIPE,…", help="With --verify: tiny pipelines to run.")
-    ] = "few",
-    compiled: Annotated[
-        bool,
-        typer.Option("--compile", help="With --verify: also run the pipelines compiled, captured and with speed=fast."),
-    ] = False,
+    name: Name = None,
+    as_json: AsJson = False,
+    report: Report = False,
+    install: Install = False,
+    verify: Verify = False,
+    output: Output = None,
+    signed_off_by: SignedOffBy = "",
+    pipelines: Pipelines = "few",
+    compiled: Compiled = False,
     quick: Annotated[bool, typer.Option("--quick", help="With --verify: skip the compiler probes.")] = False,
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", metavar="N", help="With --verify: number of processes that run pipelines.")
-    ] = None,
+    jobs: Jobs = None,
     force: Annotated[bool, typer.Option("--force", help="With --verify: overwrite an existing file.")] = False,
 ) -> None:
     """List the devices on this machine, or print the capability sheet of one device.
@@ -61,9 +82,17 @@ def show_devices(
 
     With --verify, the exit status is 1 if the device contradicts its sheet or an image is wrong.
     """
+    if install and (report or verify):
+        raise UsageError(
+            "--install cannot be combined with --report or --verify", hint="use `anyaccel devices --install`"
+        )
     if report and (name or as_json):
         raise UsageError("--report cannot be combined with NAME or --json", hint="use `anyaccel devices --report`")
-    if verify:
+    if install:
+        from anyaccel.cli.install import print_install_commands
+
+        print_install_commands(name, as_json=as_json)
+    elif verify:
         from anyaccel.cli.verify import VerifyOptions, verify_device
 
         options = VerifyOptions(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from anyaccel.call_limits import check_batch, check_frames, parse_image_size
+from anyaccel.cli.completion import complete_device, complete_memory
 from anyaccel.cli.progress import Display
 from anyaccel.cli.shared_options import AsJson, Dtype, ImageSize, Weights
 from anyaccel.processes.gc_control import gc_paused, ignore_existing_objects
@@ -22,7 +23,12 @@ __all__ = ["explain_model"]
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Hub ID, folder or `embedded`.")]
 DeviceOrProduct = Annotated[
     str,
-    typer.Option("--device", "-d", help="Device or product, optionally with a memory size: cuda, gaudi2, mps:16GiB."),
+    typer.Option(
+        "--device",
+        "-d",
+        help="Device or product, optionally with a memory size: cuda, rtx4090, mps:16GiB.",
+        autocompletion=complete_device,
+    ),
 ]
 SmallestDtype = Annotated[
     str | None,
@@ -32,7 +38,11 @@ SmallestDtype = Annotated[
 ]
 Memory = Annotated[
     str | None,
-    typer.Option("--memory", help="Memory mode: resident, component, layer or phase. Default: automatic."),
+    typer.Option(
+        "--memory",
+        help="Memory mode: resident, component, layer or phase. Default: automatic.",
+        autocompletion=complete_memory,
+    ),
 ]
 Parallel = Annotated[
     str | None,
@@ -45,6 +55,11 @@ Frames = Annotated[
     int | None,
     typer.Option("--frames", help="Number of frames of a video. Default: set by the model."),
 ]
+Fps = Annotated[float | None, typer.Option("--fps", help="Frames per second of a video. Default: set by the model.")]
+Seconds = Annotated[
+    float | None,
+    typer.Option("--seconds", help="Duration of audio, or of a video instead of --frames. Default: set by the model."),
+]
 Revision = Annotated[
     str | None, typer.Option("--revision", help="Commit, branch or tag of a hub model. Default: main.")
 ]
@@ -55,6 +70,8 @@ def explain_model(
     device: DeviceOrProduct = "auto",
     size: ImageSize = None,
     frames: Frames = None,
+    fps: Fps = None,
+    seconds: Seconds = None,
     batch: Annotated[int, typer.Option("--batch", "-n", help="Number of images per call.")] = 1,
     dtype: Dtype = None,
     smallest_dtype: SmallestDtype = None,
@@ -78,6 +95,9 @@ def explain_model(
     try:
         # Otherwise garbage collection takes a fifth of the import time.
         with gc_paused():
+            from anyaccel.upstream.lazy_dynamo import import_dynamo_lazily
+
+            import_dynamo_lazily()  # nothing is compiled in this process
             from anyaccel.explanation.explain import explain
             from anyaccel.explanation.model_configs import find_model
 
@@ -87,6 +107,8 @@ def explain_model(
                 width=width,
                 height=height,
                 frames=frames,
+                fps=fps,
+                seconds=seconds,
                 batch=batch,
                 dtype=dtype,
                 revision=revision,

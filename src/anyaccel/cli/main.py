@@ -17,6 +17,8 @@ from anyaccel.cli.bench import bench_models
 from anyaccel.cli.cache import cache_app
 from anyaccel.cli.chart import show_chart
 from anyaccel.cli.check import check_pipeline
+from anyaccel.cli.command import with_verbose_option
+from anyaccel.cli.config_file import read_option_defaults
 from anyaccel.cli.devices import show_devices
 from anyaccel.cli.explain import explain_model
 from anyaccel.cli.generate.command import run_generate
@@ -25,30 +27,28 @@ from anyaccel.cli.run import CONTEXT, run_program
 from anyaccel.cli.serve import serve_models
 from anyaccel.cli.warm import warm_model
 from anyaccel.errors import AnyaccelError
-from anyaccel.library_logging import quiet_libraries
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="anyaccel",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     # Plain help without panels, which can be piped and searched.
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("batch")(generate_batch)
-app.command("bench")(bench_models)
+app.command("batch")(with_verbose_option(generate_batch))
+app.command("bench")(with_verbose_option(bench_models))
 app.add_typer(cache_app, name="cache")
-app.command("chart")(show_chart)
-app.command("check")(check_pipeline)
-app.command("devices")(show_devices)
-app.command("explain")(explain_model)
-app.command("generate", cls=SectionedCommand)(run_generate)
+app.command("chart")(with_verbose_option(show_chart))
+app.command("check")(with_verbose_option(check_pipeline))
+app.command("devices")(with_verbose_option(show_devices))
+app.command("explain")(with_verbose_option(explain_model))
+app.command("generate", cls=SectionedCommand)(with_verbose_option(run_generate))
 app.command("run", context_settings=CONTEXT)(run_program)
-app.command("serve")(serve_models)
-app.command("warm")(warm_model)
+app.command("serve")(with_verbose_option(serve_models))
+app.command("warm")(with_verbose_option(warm_model))
 
 
 def _show_version(requested: bool) -> None:
@@ -66,17 +66,19 @@ def _root(
         bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Any diffusion pipeline, any accelerator, the same picture."""
-    # `anyaccel run` must not hide warnings from the user's own script.
-    if context.invoked_subcommand != "run":
-        context.with_resource(quiet_libraries())
+    """Any diffusion pipeline, any accelerator, the same picture.
+
+    Default values of options can be set in ~/.config/anyaccel/config.toml, in a table for each command:
+    [generate] and steps = 20. ANYACCEL_CONFIG sets another file.
+    """
+    context.default_map = read_option_defaults(context)
 
 
 def main() -> NoReturn:
     """Run the `anyaccel` command, and convert every error to a message and an exit status."""
     _prepare_output()
     try:
-        app()
+        app(prog_name="anyaccel")
     except KeyboardInterrupt:
         _exit("interrupted", 130)
     except SystemExit as end:

@@ -8,7 +8,14 @@ from typing import Any
 
 from anyaccel.progress import ProgressListener
 
-__all__ = ["Display"]
+__all__ = ["Display", "shorten_start"]
+
+_LONGEST_NAME = 32
+
+
+def shorten_start(name: str) -> str:
+    """Return the end of a long path, so that the rest of a line with progress fits on a terminal."""
+    return name if len(name) <= _LONGEST_NAME else f"…{name[1 - _LONGEST_NAME :]}"
 
 
 class Display(ProgressListener):

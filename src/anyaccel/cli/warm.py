@@ -10,8 +10,9 @@ import typer
 
 from anyaccel.call_limits import parse_image_size
 from anyaccel.cli.cache import check_cache_writable
+from anyaccel.cli.completion import complete_device
 from anyaccel.cli.interrupts import cleanup_on_exit
-from anyaccel.cli.progress import Display
+from anyaccel.cli.progress import Display, shorten_start
 from anyaccel.cli.shared_options import Dtype
 from anyaccel.errors import UsageError
 from anyaccel.progress import ProgressListener
@@ -28,8 +29,9 @@ class _LoadingProgress(ProgressListener):
 
     def on_component(self, done: int, total: int, name: str) -> None:
         """Show the name of the component that is being loaded."""
+        model = shorten_start(self.model)
         self.display.start_phase(
-            f"Loading {self.model}: {name}, component {done + 1} of {total}" if name else f"Placing {self.model}"
+            f"Loading {model}: {name}, component {done + 1} of {total}" if name else f"Placing {model}"
         )
 
 
@@ -48,7 +50,10 @@ def warm_model(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub ID, folder or `embedded`.")],
     sizes: Sizes = None,
     device: Annotated[
-        str, typer.Option("--device", "-d", help="Device to compile for; it must be available.")
+        str,
+        typer.Option(
+            "--device", "-d", help="Device to compile for; it must be available.", autocompletion=complete_device
+        ),
     ] = "auto",
     images: Annotated[int, typer.Option("--images", "-n", help="Number of images per call.")] = 1,
     dtype: Dtype = None,
@@ -65,7 +70,7 @@ def warm_model(
     # Checked first: compiling can take many minutes, and its result would be lost.
     check_cache_writable(find_entries_dir())
     with cleanup_on_exit() as display:
-        display.start_phase(f"Loading {model}")
+        display.start_phase(f"Loading {shorten_start(model)}")
         # Imported after the phase is shown, because diffusers takes seconds to import.
         from anyaccel.errors import NotMeasurableError
         from anyaccel.generation.model_name import resolve_model

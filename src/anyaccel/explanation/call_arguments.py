@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anyaccel.runtime.call_parameters import read_call_parameters
+from anyaccel.runtime.durations import assign_durations, find_frame_parameter
 from anyaccel.runtime.placement.memory_plan import find_sample_side
 from anyaccel.tracing.meta_pipeline import FullSizePipeline
 
@@ -35,7 +36,6 @@ _LEFT_TO_DEFAULTS = (
     "height",
     "width",
 )
-_FRAMES = ("num_frames", "video_length", "frames")
 # A side of the input images of a pipeline without a default size.
 UNKNOWN_SIDE = 1024
 
@@ -47,11 +47,21 @@ class RequestedSize:
     width: int | None = None
     height: int | None = None
     frames: int | None = None
+    fps: float | None = None
+    seconds: float | None = None
+    """Duration of audio, or of a video instead of its number of frames."""
 
     @property
     def is_default(self) -> bool:
         """Whether no size was requested."""
         return self == RequestedSize()
+
+    def assign(self, pipe: Any, pipeline: str) -> CallSize:
+        """Return the size of the call, without its width and height, for a pipeline."""
+        requested = {"frames": self.frames, "fps": self.fps, "seconds": self.seconds}
+        arguments = assign_durations(pipeline, read_call_parameters(pipe), requested, pipe)
+        frames = arguments.pop(find_frames_argument(pipe) or "", None)
+        return CallSize(frames=frames, arguments=tuple(arguments.items()))
 
 
 @dataclass(frozen=True)
@@ -61,12 +71,15 @@ class CallSize:
     size: tuple[int, int] | None = None
     """Width and height."""
     frames: int | None = None
+    arguments: tuple[tuple[str, Any], ...] = ()
+    """Arguments for the frame rate and the duration."""
     short: bool = False
     """Whether prompts and audio have the recipe's length instead of the pipeline's default."""
 
     def __str__(self) -> str:
         items = [f"{self.size[0]} × {self.size[1]}"] if self.size else []
         items += [f"{self.frames} frames"] if self.frames else []
+        items += [f"{name}={value:g}" for name, value in self.arguments]
         return ", ".join(items)
 
 
@@ -77,8 +90,7 @@ def accepts_size(pipe: Any) -> bool:
 
 def find_frames_argument(pipe: Any) -> str | None:
     """Return the name of a pipeline's argument for the number of frames, or None if it has none."""
-    parameters = read_call_parameters(pipe)
-    return next((name for name in _FRAMES if name in parameters), None)
+    return find_frame_parameter(read_call_parameters(pipe))
 
 
 def find_default_size(pipe: Any) -> tuple[int, int] | None:
@@ -123,6 +135,7 @@ def make_call(full: FullSizePipeline, size: CallSize, images: int) -> dict[str, 
         arguments |= {"width": size.size[0], "height": size.size[1]}
     if size.frames is not None and frames_argument is not None:
         arguments[frames_argument] = size.frames
+    arguments |= dict(size.arguments)
     per_prompt = next((name for name in parameters if name.startswith("num_") and name.endswith("_per_prompt")), None)
     if per_prompt is not None:
         arguments[per_prompt] = images

@@ -13,6 +13,9 @@ from anyaccel.units import parse_size
 
 __all__ = ["DeviceTarget", "find_device_target"]
 
+# More products than this are not listed in a note.
+_MAX_LISTED = 12
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTarget:
@@ -107,15 +110,17 @@ def _from_this_machine(spec: DeviceSpec) -> DeviceTarget:
 
 
 def _from_name(name: str) -> DeviceTarget:
-    """Return a target for the smallest product of a device type that is not on this machine."""
+    """Return a target for a device type that is not on this machine: the sheet's product, or the smallest one."""
     sheet = find_sheet(name)
     products = [product for product in sheet.products if product.memory_bytes is not None and product.native]
     if not products:
         return _from_size(name, "16GiB", f"{name} has no product with a known memory size; assuming 16 GiB")
-    # A model that fits on the smallest product fits on all of them.
-    smallest = min(products, key=lambda product: product.memory_bytes or 0)
+    if sheet.assumed_product:
+        product, assumed = sheet.product(sheet.assumed_product), ""
+    else:
+        # A model that fits on the smallest product fits on all of them.
+        product, assumed = min(products, key=lambda product: product.memory_bytes or 0), "its smallest product, "
     names = ", ".join(product.name for product in products)
-    note = (
-        f"{name} is not available on this machine; assuming its smallest product, {smallest.title}. Products: {names}"
-    )
-    return _from_product(sheet, smallest, note)
+    listed = f"Products: {names}" if len(products) <= _MAX_LISTED else f"`anyaccel devices {name}` lists its products"
+    note = f"{name} is not available on this machine; assuming {assumed}{product.title}. {listed}"
+    return _from_product(sheet, product, note)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from anyaccel.backends.device_functions import dtype_name
-from anyaccel.call_limits import check_batch, check_frames, check_side
+from anyaccel.call_limits import check_batch, check_side
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.explanation.call_arguments import (
     RequestedSize,
@@ -24,6 +24,7 @@ from anyaccel.planning.dtype import find_smaller_dtype
 from anyaccel.planning.facts import ComponentFacts, PipelineFacts
 from anyaccel.planning.options import PlacementOptions, check_residence, read_options
 from anyaccel.planning.plan import Plan, make_plan
+from anyaccel.runtime.durations import check_duration
 from anyaccel.tracing.meta_autocast import accept_meta_autocast
 from anyaccel.tracing.model_folder import ModelFolder, find_recipe
 from anyaccel.upstream.torch_internals import assume_all_nonzero
@@ -38,6 +39,8 @@ def explain(
     height: int | None = None,
     width: int | None = None,
     frames: int | None = None,
+    fps: float | None = None,
+    seconds: float | None = None,
     batch: int = 1,
     dtype: str | torch.dtype | None = None,
     revision: str | None = None,
@@ -46,15 +49,18 @@ def explain(
     """Return the plan for a model on a device, with the memory use in `plan.forecast`.
 
     Neither the weights nor the device has to be on this machine. The size and the number of frames default to those of
-    the pipeline. `device` is a name, a product, or a name with a
-    memory size: `hpu`, `gaudi2`, `mps:16GiB`. Additional keyword arguments are the same as for `anyaccel.place`.
+    the pipeline. `seconds` is the duration of audio, or that of a video instead of `frames`; `fps` is its frame rate.
+    `device` is a name, a product, or a name with a memory size: `hpu`, `rtx4090`, `mps:16GiB`. Additional keyword
+    arguments are the same as for `anyaccel.place`.
     """
     _check_is_name(model)
     batch = check_batch(batch)
     width, height = (
         side if side is None else check_side(name, side) for name, side in (("width", width), ("height", height))
     )
-    call_size = RequestedSize(width, height, frames if frames is None else check_frames(frames))
+    durations = {"frames": frames, "fps": fps, "seconds": seconds}
+    checked = {name: value if value is None else check_duration(name, value) for name, value in durations.items()}
+    call_size = RequestedSize(width, height, **checked)
     dtypes = {"dtype": dtype, "smallest_dtype": options.pop("smallest_dtype", None)}
     dtype_options = {name: dtype_name(value) for name, value in dtypes.items() if value is not None}
     requested = read_options({**options, **dtype_options})
@@ -104,8 +110,8 @@ def _explain(
         plan = replace(estimate.make_plan(batch), dtype=Decision(smaller, reason))
     if plan.forecast is None or not is_quantization_useful(plan, requested):
         return plan
-    offers = list_quantization_options(lambda weights: estimate.with_weights(weights).forecast(batch))
-    return replace(plan, forecast=replace(plan.forecast, offers=offers))
+    offers, notes = list_quantization_options(lambda weights: estimate.with_weights(weights).forecast(batch))
+    return replace(plan, forecast=replace(plan.forecast, offers=offers, notes=(*plan.forecast.notes, *notes)))
 
 
 def _make_estimate(

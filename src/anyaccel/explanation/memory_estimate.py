@@ -12,7 +12,7 @@ import torch
 
 from anyaccel.backends.registry import load_registry
 from anyaccel.call_limits import check_multiple
-from anyaccel.errors import AnyaccelError, ModelError, UsageError
+from anyaccel.errors import AnyaccelError, ModelError
 from anyaccel.explanation.call_arguments import (
     UNKNOWN_SIDE,
     CallSize,
@@ -48,6 +48,8 @@ from anyaccel.planning.speedups import choose_compile_policy
 from anyaccel.planning.weight_formats import choose_weights
 from anyaccel.planning.weight_kernels import choose_dequantized
 from anyaccel.runtime.call.validation import find_size_multiple
+from anyaccel.runtime.call_parameters import read_call_parameters
+from anyaccel.runtime.durations import choose_frame_rate
 from anyaccel.runtime.introspection import read_facts
 from anyaccel.runtime.placement.memory_plan import list_pipeline_rules
 from anyaccel.runtime.placement.quantized_layers import (
@@ -111,18 +113,15 @@ class MemoryEstimate:
     def _choose_size(self, requested: RequestedSize) -> CallSize:
         """Return the requested size of the call, or the pipeline's default."""
         pipe = self.full.pipe
-        if requested.frames is not None and find_frames_argument(pipe) is None:
-            raise UsageError(
-                f"{self.folder.pipeline} has no argument for the number of frames", hint="omit the number of frames"
-            )
+        call_size = requested.assign(pipe, self.folder.pipeline)
         if not self.takes_size:
-            return CallSize(None, requested.frames)
+            return call_size
         for name, side in (("width", requested.width), ("height", requested.height)):
             if side is not None:
                 check_multiple(name, side, find_size_multiple(pipe) or 1)
         width, height = requested.width or requested.height, requested.height or requested.width
         size = find_default_size(pipe) if width is None or height is None else (width, height)
-        return CallSize(size, requested.frames)
+        return replace(call_size, size=size)
 
     def make_plan(self, batch: int) -> Plan:
         """Return the plan for a batch size, including the memory forecast."""
@@ -136,14 +135,15 @@ class MemoryEstimate:
         product, mode = self.target.product, self.plan.mode.value
         limits = find_limit_hits(sheet, measure.trace_facts, batch, product=product, mode=mode)
         rule, output = decision.value, measure.output
-        rate = find_sampling_rate(self.full.pipe)
+        fps = self._find_frame_rate() if output.kind == "video" else None
         not_included = self.full.not_included
         forecast = replace(
             forecast,
             size=self.size.size,
             kind=output.kind,
             frames=output.frames,
-            seconds=output.samples / rate if output.samples and rate else None,
+            fps=fps,
+            seconds=self._find_seconds(measure, fps),
             not_included=tuple(missing.name for missing in not_included),
             largest_batch=find_largest_batch(sharded, rule, capacity) if rule else 0,
             largest_size=self._find_largest_size(capacity, fits=rule is not None),
@@ -158,6 +158,19 @@ class MemoryEstimate:
         )
         memory: Decision[Any] = Decision(rule if rule else "does not fit", decision.reason)
         return replace(self.plan, memory=memory, forecast=forecast)
+
+    def _find_frame_rate(self) -> float | None:
+        """Return the frame rate of the video, or None if it is unknown."""
+        call = {"fps": self.requested.fps} if self.requested.fps is not None else {}
+        fps, guess = choose_frame_rate(self.folder.pipeline, read_call_parameters(self.full.pipe), call)
+        return None if guess else fps
+
+    def _find_seconds(self, measure: Measurement, fps: float | None) -> float | None:
+        """Return the duration of the audio or the video, or None if it is unknown."""
+        output, rate = measure.output, find_sampling_rate(self.full.pipe)
+        if output.kind == "video":
+            return output.frames / fps if output.frames and fps else None
+        return output.samples / rate if output.samples and rate else None
 
     def with_weights(self, weights: str) -> MemoryEstimate:
         """Return the estimate for a format of quantized weights."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from anyaccel.errors import MissingLibraryError
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.memory import Forecast, MemoryRule, QuantizationOption
 from anyaccel.planning.options import WEIGHT_FORMATS, PlacementOptions
@@ -25,11 +26,18 @@ def is_quantization_useful(plan: Plan, options: PlacementOptions) -> bool:
 
 def list_quantization_options(
     forecast: Callable[[str], tuple[Decision[MemoryRule | None], Forecast]],
-) -> tuple[QuantizationOption, ...]:
-    """Return the memory that each format needs, where `forecast(weights)` returns the forecast for a format."""
-    options = []
+) -> tuple[tuple[QuantizationOption, ...], tuple[str, ...]]:
+    """Return the memory that each format needs, where `forecast(weights)` returns the forecast for a format.
+
+    The second value are notes on formats that require a package that is not installed.
+    """
+    options, notes = [], []
     for weights in WEIGHT_FORMATS:
-        decision, predicted = forecast(weights)
+        try:
+            decision, predicted = forecast(weights)
+        except MissingLibraryError as error:
+            notes.append(f"{error.message}, so its memory is not predicted ({error.hint})")
+            continue
         option = QuantizationOption(
             name=weights,
             weights_bytes=sum(size for _, size in predicted.components),
@@ -38,4 +46,4 @@ def list_quantization_options(
             fits=predicted.fits,
         )
         options.append(option)
-    return tuple(options)
+    return tuple(options), tuple(notes)

@@ -62,7 +62,8 @@ def _describe_output(forecast: Forecast) -> str:
     noun = {"image": "image", "video": "video", "audio": "audio clip"}[forecast.kind]
     details = [f"{forecast.size[0]} × {forecast.size[1]}"] if forecast.size else []
     details += [f"{forecast.frames} frame{'s' if forecast.frames != 1 else ''}"] if forecast.frames else []
-    details += [f"{forecast.seconds:.3g} s"] if forecast.seconds else []
+    rate = f" at {forecast.fps:g} frames per second" if forecast.fps else ""
+    details += [f"{forecast.seconds:.3g} s{rate}"] if forecast.seconds else []
     count = f"{forecast.images} {noun}{'s' if forecast.images != 1 else ''}"
     return f"{count} of {', '.join(details)}" if details else count
 

@@ -9,10 +9,10 @@ from PIL import Image
 
 from anyaccel.call_limits import SIDES, check_multiple
 from anyaccel.errors import UsageError, nearest
-from anyaccel.generation.durations import assign_durations
 from anyaccel.generation.inputs import INPUT_OPTIONS, assign_inputs
 from anyaccel.generation.pipeline_interface import PipelineInterface, read_interface
 from anyaccel.runtime.call_parameters import list_block_outputs, read_blocks, read_call_parameters
+from anyaccel.runtime.durations import assign_durations
 from anyaccel.runtime.introspection import plain_class
 
 __all__ = [

@@ -15,7 +15,6 @@ from anyaccel.backends.device import this_machine
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import AnyaccelError, UsageError, first_line
 from anyaccel.generation.call_validation import check_outputs, check_size, find_default, find_missing_image, map_call
-from anyaccel.generation.durations import choose_frame_rate
 from anyaccel.generation.guider import using_guidance_scale
 from anyaccel.generation.inputs import INPUT_OPTIONS
 from anyaccel.generation.metadata import ImageMetadata, record_call
@@ -29,6 +28,7 @@ from anyaccel.media.types import Audio, Media, Video
 from anyaccel.planning.plan import Plan
 from anyaccel.progress import ProgressListener
 from anyaccel.quantized_weights.quantize import read_error
+from anyaccel.runtime.durations import choose_frame_rate
 from anyaccel.runtime.introspection import find_components, find_models, plain_class
 from anyaccel.runtime.placement_state import find_options
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anyaccel.generation.durations import choose_frame_rate, find_frame_parameter
 from anyaccel.generation.image_format import encode_image, read_metadata
 from anyaccel.generation.metadata import ImageMetadata, describe_metadata, write_document
 from anyaccel.generation.pipeline_interface import PipelineInterface
@@ -15,6 +14,7 @@ from anyaccel.media.encode import encode, estimate_bytes
 from anyaccel.media.formats import SUFFIXES, check_format
 from anyaccel.media.output import check_free_space
 from anyaccel.media.types import Media, kind_of
+from anyaccel.runtime.durations import choose_frame_rate, find_frame_parameter
 
 __all__ = ["EncodedFile", "check_output", "encode_media", "read_metadata"]
 

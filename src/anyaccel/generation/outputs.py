@@ -60,6 +60,9 @@ def _find_fields(interface: PipelineInterface) -> list[str]:
 def collect_media(interface: PipelineInterface, output: Any, fps: float, expected: int = 1) -> list[Media]:
     """Return the images, videos or audio of a pipeline's output; raise UsageError if there are not `expected` ones."""
     names = _find_fields(interface)
+    if not names:
+        returned = f"an object of type {type(output).__name__}"
+        raise UsageError(f"{interface.name} returned {returned}, not images, video or audio", hint=_USE_PYTHON)
     values = {name: _read_output(output, name) for name in names}
     rate = _read_output(output, _MODULAR_RATE)
     results: list[Media]

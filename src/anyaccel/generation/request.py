@@ -13,10 +13,10 @@ from anyaccel.call_limits import SIDES, check_side, check_steps, read_seeds
 from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.errors import UsageError
 from anyaccel.generation.adapters import Additions, read_additions
-from anyaccel.generation.durations import DURATION_OPTIONS, check_duration
 from anyaccel.generation.input_files import read_inputs
 from anyaccel.generation.model_name import ResolvedModel, resolve_model
 from anyaccel.planning.options import check_speed, check_weights
+from anyaccel.runtime.durations import DURATION_OPTIONS, check_duration
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,7 @@ def make_request(
             raise UsageError(f"anyaccel.generate does not accept the argument {name}", hint=hint)
     prompts: Sequence[str | None] = [None] if prompt is None else _read_prompts(prompt)
     per_prompt = _read_count(next((call.pop(name) for name in _PER_PROMPT if name in call), 1))
-    negative = call.get("negative_prompt", "")
+    negative = "" if call.get("negative_prompt") is None else call["negative_prompt"]
     if not isinstance(negative, str):
         raise UsageError(
             f"negative_prompt must be one string for all images, not {negative!r:.60}",

@@ -103,8 +103,10 @@ class Forecast:
     kind: OutputKind = "image"
     frames: int | None = None
     """The number of frames of each video; None for images and audio."""
+    fps: float | None = None
+    """The frame rate of each video; None for images and audio, and if it is unknown."""
     seconds: float | None = None
-    """The duration of each audio clip; None for images and videos, and if it is unknown."""
+    """The duration of each video or audio clip; None for images, and if it is unknown."""
     not_included: tuple[str, ...] = ()
     """The models whose config files are missing. The forecast does not count their memory."""
     largest_batch: int | None = None
@@ -133,6 +135,7 @@ class Forecast:
             "kind": self.kind,
             "size": list(self.size) if self.size else None,
             "frames": self.frames,
+            "fps": self.fps,
             "seconds": self.seconds,
             "not_included": list(self.not_included),
             "largest_batch": self.largest_batch,

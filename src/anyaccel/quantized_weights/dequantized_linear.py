@@ -17,7 +17,7 @@ __all__ = ["DequantizedLinear", "listing_weights"]
 class _ReadOnlyWeight(torch.Tensor):
     """A dequantized weight. Operations return plain tensors, and assignments to `data` raise `UsageError`."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch.nn.Parameter.__torch_function__
 
     @property
     def data(self) -> torch.Tensor:

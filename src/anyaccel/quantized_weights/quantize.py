@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from anyaccel.errors import ModelError, UsageError
+from anyaccel.errors import MissingLibraryError, ModelError, UsageError
 from anyaccel.planning.facts import WeightError
 from anyaccel.quantized_weights.dequantized_linear import DequantizedLinear
 from anyaccel.quantized_weights.formats import Blocks, Gguf, Parts, WeightFormat
 from anyaccel.quantized_weights.library_layers import QuantizedWeight, make_float8, make_int8
 from anyaccel.quantized_weights.replace_layers import set_replaced_quantizer
 from anyaccel.upstream import diffusers_internals, transformers_internals
-from anyaccel.upstream.gguf_internals import quantize_blocks
+from anyaccel.upstream.gguf_internals import is_installed, quantize_blocks
 
 __all__ = ["QUANTIZATION_BAR", "find_layers", "is_partly_quantized", "quantize_model", "quantize_weight", "read_error"]
 
@@ -38,6 +38,7 @@ _NF4_BLOCK, _GGUF_BLOCK = 64, 32
 _FLOAT8_MAX, _INT8_MAX = 448.0, 127.0
 # The names of the formats, where they differ from those of the option.
 _NAMES = {"fp8-e4m3": "fp8"}
+_GGUF = "gguf:"
 
 
 def quantize_model(model: torch.nn.Module, weights: str) -> None:
@@ -48,6 +49,8 @@ def quantize_model(model: torch.nn.Module, weights: str) -> None:
     If this is interrupted, the model works with the layers that are quantized already. Calling it again with the same
     format quantizes the others.
     """
+    if weights.startswith(_GGUF) and not is_installed():
+        raise MissingLibraryError(f"weights={weights!r} requires the package gguf", hint="pip install gguf")
     named = find_layers(model, weights)
     _check_finite(model, named)
     layers = list(named.values())

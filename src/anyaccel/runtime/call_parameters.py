@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from anyaccel.runtime.introspection import plain_class
-from anyaccel.upstream.modular_blocks import BLOCKS_ATTRIBUTE
+from anyaccel.upstream.modular_blocks import find_blocks
 
 __all__ = [
     "find_missing_arguments",
@@ -22,8 +22,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 def read_blocks(pipe: Any) -> Any:
     """Return the blocks of a modular pipeline, or None for another pipeline."""
-    # `pipe.blocks` returns a deep copy.
-    return getattr(pipe, BLOCKS_ATTRIBUTE, None)
+    return find_blocks(pipe)
 
 
 def read_call_parameters(pipe: Any) -> dict[str, inspect.Parameter]:

@@ -13,6 +13,7 @@ from anyaccel.call_limits import SIDES, read_seeds, to_integer
 from anyaccel.errors import UsageError
 from anyaccel.runtime.keyword_use import reads_keyword
 from anyaccel.runtime.library_code import find_source, is_library
+from anyaccel.upstream.modular_blocks import find_blocks, read_state
 
 __all__ = ["CallRequest", "bucket_of", "read_call_request", "shape_of", "takes_reference_images"]
 
@@ -107,7 +108,8 @@ def read_call_request(
     integers = {name: to_integer(arguments.get(name)) for name in names}
     arguments.update({name: value for name, value in integers.items() if value is not None})
     name = type(pipe).__name__
-    prompts = 1 if name in _PROMPTS_OF_ONE_VIDEO else _count_prompts(arguments, accepts)
+    counted = read_state(pipe, arguments) | {name: value for name, value in arguments.items() if value is not None}
+    prompts = 1 if name in _PROMPTS_OF_ONE_VIDEO else _count_prompts(counted, accepts)
     request = CallRequest(
         arguments,
         prompts,
@@ -117,7 +119,7 @@ def read_call_request(
         pipeline=name,
         per_call=_find_per_call_arguments(pipe),
     )
-    request = replace(request, per_prompt=_count_per_prompt(request, signature))
+    request = replace(request, per_prompt=_count_per_prompt(request.per_prompt_name, counted, signature))
     if seed is None:
         return request
     if arguments.get("generator") is not None:
@@ -198,8 +200,8 @@ def _name_values(pipe: Any, start: int, values: Sequence[Any], keywords: Mapping
 
 def _block_inputs(pipe: Any) -> set[str]:
     """Return the input names of a modular pipeline's blocks; return an empty set for other pipelines."""
-    blocks = getattr(pipe, "blocks", None)
-    return set(getattr(blocks, "input_names", ()) or ())
+    blocks = find_blocks(pipe)
+    return set() if blocks is None else set(blocks.input_names)
 
 
 def _count_prompts(arguments: dict[str, Any], accepts: set[str]) -> int:
@@ -228,12 +230,11 @@ def _count_input_images(value: Any) -> int:
     return len(value) if flat else 1
 
 
-def _count_per_prompt(request: CallRequest, signature: inspect.Signature) -> int:
-    name = request.per_prompt_name
+def _count_per_prompt(name: str | None, arguments: Mapping[str, Any], signature: inspect.Signature) -> int:
     if name is None:
         return 1
     default = signature.parameters[name].default if name in signature.parameters else 1
-    value = request.arguments.get(name, default)
+    value = arguments.get(name, default)
     return value if isinstance(value, int) and value > 0 else 1
 
 

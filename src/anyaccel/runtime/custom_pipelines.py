@@ -9,10 +9,10 @@ from typing import Any
 
 import diffusers
 
-from anyaccel.errors import ModelError, ModelFileError, first_line
-from anyaccel.upstream.diffusers_loading import CUSTOM_PIPELINE_FILE, load_class_of_file
+from anyaccel.errors import AnyaccelError, ModelError, ModelFileError, UsageError, first_line
+from anyaccel.upstream.diffusers_loading import CODE_CACHE, CUSTOM_PIPELINE_FILE, load_class_of_file
 
-__all__ = ["check_class_name", "check_custom_blocks", "find_custom_file", "load_custom_class"]
+__all__ = ["check_class_name", "check_custom_blocks", "describe_code_error", "find_custom_file", "load_custom_class"]
 
 
 def find_custom_file(custom_pipeline: Any) -> Path | None:
@@ -20,6 +20,13 @@ def find_custom_file(custom_pipeline: Any) -> Path | None:
 
     Raise `ModelFileError` if the argument is a path that does not exist.
     """
+    if not isinstance(custom_pipeline, str | Path):
+        raise UsageError(
+            f"custom_pipeline must be a path or a name, not {custom_pipeline!r:.80}",
+            hint="call from_pretrained of the class, then anyaccel.place(pipe, device)"
+            if isinstance(custom_pipeline, type)
+            else f"pass the path of a Python file, or of a folder that contains {CUSTOM_PIPELINE_FILE}",
+        )
     text = str(custom_pipeline)
     path = Path(text).expanduser()
     if text.startswith(("http://", "https://")):
@@ -54,8 +61,8 @@ def check_custom_blocks(folder: Path) -> None:
     This finds the reason after diffusers failed to load the folder.
     """
     config = folder / "modular_config.json"
-    content = json.loads(config.read_text()) if config.is_file() else {}
-    reference = content.get("auto_map", {}).get("ModularPipelineBlocks")
+    auto_map = json.loads(config.read_text()).get("auto_map") if config.is_file() else None
+    reference = auto_map.get("ModularPipelineBlocks") if isinstance(auto_map, dict) else None
     if reference is None:
         return
     module, _, name = str(reference).partition(".")
@@ -66,6 +73,18 @@ def check_custom_blocks(folder: Path) -> None:
             hint="copy or download the folder again",
         )
     _load_class(file, name)
+
+
+def describe_code_error(error: BaseException | None, folder: Path) -> str:
+    """Return the error that the Python code of a folder raised, with its line; empty if the code is not the cause."""
+    while error is not None:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if CODE_CACHE in frame.filename]
+        files = [(Path(frame.filename).name, frame.lineno) for frame in frames]
+        own = [(name, line) for name, line in files if (folder / name).is_file()]
+        if own and not isinstance(error, AnyaccelError):
+            return f"{type(error).__name__}: {first_line(error)} ({own[-1][0]}, line {own[-1][1]})"
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def _load_class(file: Path, name: str | None) -> Any:

@@ -145,8 +145,10 @@ def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], PlacementOpt
         raise UsageError("dtype and torch_dtype cannot be used together", hint="pass only dtype")
     requested = options.pop("dtype", None) or options.pop("torch_dtype", None)
     options.pop("torch_dtype", None)
-    # A dict has one dtype per component; diffusers does not support "auto", and says so.
-    if requested is not None and requested != "auto" and not isinstance(requested, dict):
+    # diffusers does not support "auto", and says so.
+    if isinstance(requested, dict):  # one dtype per component
+        requested = {name: dtype_of(dtype_name(dtype)) for name, dtype in requested.items()}
+    elif requested is not None and requested != "auto":
         requested = dtype_of(dtype_name(requested))
     if requested is not None:
         options[_DTYPE] = requested

@@ -39,7 +39,12 @@ def call_diffusers(function: Callable[..., Any], model: str, options: dict[str, 
             raise _make_download_error(failed, error) from error
         message = first_line(error)
         hint = f"check that the files in {model} are complete"
-        if not Path(model).exists():
+        custom = options.get("custom_pipeline")
+        if "were passed" in message:  # "… expected ['unet', 'vae'], but only {'vae'} were passed."
+            hint = "pass the missing components by name: from_pretrained(…, name=component)"
+        elif custom is not None and isinstance(error, OSError):
+            hint = f"check the name {custom!r}, which is not that of a local file, and the network connection"
+        elif not Path(model).exists():
             hint = (
                 "check the model name and the network connection; without a network, the model must be cached locally"
             )

@@ -10,7 +10,7 @@ from typing import Any
 from anyaccel.errors import ModelError, ModelFileError
 from anyaccel.runtime.weight_files.checks import PICKLES, WEIGHTS, check_weight_file, make_pickle_error
 
-__all__ = ["INDEXES", "check_index", "check_model_folder", "has_custom_code", "is_single_file"]
+__all__ = ["INDEXES", "check_index", "check_model_folder", "check_weights", "has_custom_code", "is_single_file"]
 
 INDEXES = ("model_index.json", "modular_model_index.json")
 
@@ -43,12 +43,17 @@ def check_model_folder(model: Any, *, pickles: bool, trusted: bool) -> None:
     if index is None:
         raise ModelFileError(f"{model} is not a pipeline: it has no model_index.json", hint=_suggest_folder(path))
     check_index(index, trusted)
-    for file in sorted(path.rglob("*.safetensors")):
+    check_weights(path, pickles=pickles)
+
+
+def check_weights(folder: Path, *, pickles: bool) -> None:
+    """Raise `ModelError` if files of weights in the folder of a pipeline or component cannot be loaded."""
+    for file in sorted(folder.rglob("*.safetensors")):
         check_weight_file(file, pickles=pickles)
-    for file in sorted(path.rglob("*.safetensors.index*.json")):
+    for file in sorted(folder.rglob("*.safetensors.index*.json")):
         _check_shards(file)
     if not pickles:
-        _reject_pickles(path)
+        _reject_pickles(folder)
 
 
 def _suggest_folder(path: Path) -> str:
@@ -130,8 +135,9 @@ def _is_code(folder: Path, entry: list[Any]) -> bool:
 
 
 def _reject_pickles(path: Path) -> None:
-    """Raise `ModelError` if a component folder contains pickled weights but no safetensors file."""
-    for folder in sorted(entry for entry in path.iterdir() if entry.is_dir()):
+    """Raise `ModelError` if the folder of a component contains pickled weights but no safetensors file."""
+    is_component = not any((path / name).is_file() for name in INDEXES)
+    for folder in [path] if is_component else sorted(entry for entry in path.iterdir() if entry.is_dir()):
         names = [file.name for file in folder.iterdir()]
         # Checkpoints of a training run have optimizer.bin and scheduler.bin, which are never loaded.
         weights = [name for name in names if name.endswith(PICKLES) and not name.startswith(("optimizer", "scheduler"))]

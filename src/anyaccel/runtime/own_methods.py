@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
 
-__all__ = ["call_own_to", "find_own_methods", "read_to_arguments"]
+from anyaccel.errors import UsageError
+
+__all__ = [
+    "call_own_to", "check_model_attributes", "find_own_methods", "read_attributes", "read_to_arguments",
+    "write_attributes",
+]  # fmt: skip
 
 _LIBRARIES = ("anyaccel", "diffusers", "builtins")
 # `to` always places the pipeline, and calls the user's method to move the models.
@@ -47,6 +53,44 @@ def call_own_to(to: Callable[..., Any], device: torch.device, dtype: torch.dtype
     accepted = {name: value for name, value in options.items() if name in names}
     to(device, *([dtype] if takes_dtype and dtype is not None else []), **accepted)
     return takes_dtype or dtype is None
+
+
+def check_model_attributes(models: Mapping[str, torch.nn.Module], to: Callable[..., Any]) -> None:
+    """Raise `UsageError` if a model lacks an attribute that diffusers' `to` and `_execution_device` read."""
+    if to.__module__.partition(".")[0] not in _LIBRARIES:
+        return  # the user's own method may not need it
+    for name, model in models.items():
+        missing = [attribute for attribute in ("device", "dtype") if not hasattr(model, attribute)]
+        if missing:
+            raise UsageError(
+                f"{name} is a {type(model).__name__}, which has no attribute {' and no attribute '.join(missing)}; the "
+                "pipeline classes of diffusers require both of their components",
+                hint=f"derive {type(model).__name__} from diffusers.ModelMixin, or add properties of these names",
+            )
+
+
+def read_attributes(pipe: Any) -> dict[str, Any]:
+    """Return the attributes of a pipeline, including those in the `__slots__` of a user's class."""
+    return {**vars(pipe), **{name: getattr(pipe, name) for name in _list_slots(pipe) if hasattr(pipe, name)}}
+
+
+def write_attributes(pipe: Any, attributes: Mapping[str, Any]) -> None:
+    """Set the attributes that `read_attributes` returned, without `__setattr__` of the pipeline."""
+    slots = _list_slots(pipe)
+    for name, value in attributes.items():
+        if name in slots:
+            object.__setattr__(pipe, name, value)
+        else:
+            vars(pipe)[name] = value
+
+
+def _list_slots(pipe: Any) -> list[str]:
+    return [
+        name
+        for base in type(pipe).__mro__
+        for name, value in vars(base).items()
+        if isinstance(value, MemberDescriptorType)
+    ]
 
 
 def read_to_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

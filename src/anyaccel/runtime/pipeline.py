@@ -27,7 +27,14 @@ from anyaccel.runtime.call.validation import reject_unused_seed
 from anyaccel.runtime.call.warmup import warm_up
 from anyaccel.runtime.introspection import find_models, plain_class
 from anyaccel.runtime.loading import derive_pipeline, keep_dtype, load_pipeline
-from anyaccel.runtime.own_methods import call_own_to, find_own_methods, read_to_arguments
+from anyaccel.runtime.own_methods import (
+    call_own_to,
+    check_model_attributes,
+    find_own_methods,
+    read_attributes,
+    read_to_arguments,
+    write_attributes,
+)
 from anyaccel.runtime.placement.inherit import adopt_before_move, adopt_placement, place_copy
 from anyaccel.runtime.placement.oom_retry import remove_offload_hooks, weights_on_cpu
 from anyaccel.runtime.placement.place import attach_placement, place_pipeline, plan_pipeline, replan, resolve_device
@@ -36,6 +43,7 @@ from anyaccel.runtime.placement_state import (
     Placement,
     being_offloaded,
     defer_placement,
+    drop_placement,
     find_options,
     find_placed_model,
     find_placement,
@@ -50,6 +58,7 @@ from anyaccel.runtime.weight_methods import WEIGHT_METHODS, with_weights
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 from anyaccel.upstream.diffusers_hooks import PipelineHooks, install_pipeline_hooks, is_created_by_pipeline
 from anyaccel.upstream.diffusers_internals import has_custom_processors
+from anyaccel.upstream.diffusers_loading import find_offload_device
 from anyaccel.upstream.torch_compile_internals import unwrap_compiled
 
 __all__ = [
@@ -111,6 +120,7 @@ class Portable(VendorAliases):
         def move(target: torch.device, dtype: torch.dtype | None) -> None:
             # hpu_migration=False: diffusers would set the Gaudi variables, which `place_pipeline` has already set.
             own_to: Any = super(Portable, self).to  # type: ignore[misc]
+            check_model_attributes(find_models(self), own_to)
             if not call_own_to(own_to, target, dtype, silence_dtype_warnings=True, hpu_migration=False):
                 diffusers.DiffusionPipeline.to(self, dtype, silence_dtype_warnings=True)
 
@@ -175,7 +185,12 @@ class Portable(VendorAliases):
         self._offload("enable_sequential_cpu_offload", gpu_id, device)
 
     def _offload(self, method: str, gpu_id: int | None, device: Any) -> None:
-        enable: Any = getattr(super(), method)
+        enable: Any = getattr(super(), method, None)
+        if enable is None:
+            raise UsageError(
+                f"{type(self).__name__} is a modular pipeline, which has no method {method}",
+                hint="place it with memory='component' or memory='layer', or offload it with a components manager",
+            )
         if is_being_offloaded(self):  # called by a plan, or by diffusers, which installs the hooks again after a call
             enable(device=device)
             return
@@ -219,7 +234,7 @@ class Portable(VendorAliases):
         """Return a pipeline with the same components; it follows their placement."""
         find_placement(self)  # a deferred placement has the options
         copied = _create(self._plain_class)
-        copied.__setstate__(forget_placement(vars(self)))
+        copied.__setstate__(forget_placement(read_attributes(self)))
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -230,10 +245,10 @@ class Portable(VendorAliases):
         placement = find_placement(self)  # a deferred placement has the options
         if placement is not None and not placement.running:
             remove_offload_hooks(self, placement)  # they cannot be copied (docs/decisions/0006)
-        return forget_placement(vars(self))
+        return forget_placement(read_attributes(self))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        write_attributes(self, state)
         _inherit_from_components(self, self.components, is_copy=True)  # type: ignore[attr-defined]
 
 
@@ -244,18 +259,25 @@ def _create(kind: Any) -> Any:
 
 def _placement_of(pipe: Any) -> Placement:
     """Return a pipeline's placement; if it has none, create one for its current device and dtype."""
-    placement = find_placement(pipe)
+    placement, offload_device = find_placement(pipe), find_offload_device(pipe)
     if placement is not None:
-        return placement
+        is_current = placement.has_manager == bool(offload_device) and offload_device in (None, placement.device)
+        if placement.running or is_current:
+            return placement
+        drop_placement(pipe)  # offloading by a components manager was enabled or disabled since
     device, dtype = getattr(pipe, "device", torch.device("cpu")), getattr(pipe, "dtype", torch.float32)
+    device = offload_device or device
     placement_options = find_options(pipe)
     opened = resolve_device(device, placement_options)
     name = str(dtype).removeprefix("torch.")
     plan = plan_pipeline(
         pipe, opened, replace(placement_options, dtype=name), Decision(name, "the dtype of the loaded weights")
     )
-    attach_placement(pipe, Placement(opened, device, plan, placement_options))
-    return find_placement(pipe)  # type: ignore[return-value]
+    placement = Placement(opened, device, plan, placement_options)
+    if offload_device:
+        placement.residence, placement.offloaded_by_user, placement.has_manager = "component", True, True
+    attach_placement(pipe, placement)
+    return placement
 
 
 def make_portable(pipe: Any) -> Any:

@@ -73,6 +73,8 @@ class Placement:
     """Where the weights are; None after an interrupted move."""
     offloaded_by_user: bool = False
     """Whether the user enabled offloading with a diffusers method such as `enable_model_cpu_offload`."""
+    has_manager: bool = False
+    """Whether a components manager of diffusers offloads the models of a modular pipeline."""
     denoisers: tuple[str, ...] = ()
     """Names of the models that run at every step."""
     placed: dict[str, weakref.ref[torch.nn.Module]] = field(default_factory=dict)

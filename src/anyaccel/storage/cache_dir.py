@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,15 @@ __all__ = [
     "find_graphs_folder",
     "find_write_error",
     "read_fact",
+    "remove_facts",
+    "remove_files",
     "store_fact",
     "warn_not_cached",
 ]
 
 CACHE_VARIABLE = "ANYACCEL_CACHE"
+# The files of `store_fact`.
+_FACT_FILES = ("half_precision.json",)
 _LOG = logging.getLogger("anyaccel")
 # The cache directories that a warning was logged for.
 _WARNED: set[Path] = set()
@@ -78,6 +84,21 @@ def store_fact(file: str, key: str, fact: Any) -> None:
         atomic_write(path, json.dumps({**_read(path), key: fact}, indent=1) + "\n")
     except OSError:
         return
+
+
+def remove_facts() -> int:
+    """Remove the files with measurements from the cache directory; return the number of removed files."""
+    return remove_files(find_cache_folder() / name for name in _FACT_FILES)
+
+
+def remove_files(paths: Iterable[Path]) -> int:
+    """Remove files; return how many were removed. Files that do not exist or cannot be removed are skipped."""
+    removed = 0
+    for path in paths:
+        with suppress(OSError):
+            path.unlink()
+            removed += 1
+    return removed
 
 
 def _read(path: Path) -> dict[str, Any]:

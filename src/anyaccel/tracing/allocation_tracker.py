@@ -177,7 +177,7 @@ class _AttentionMode(TorchFunctionMode):
 
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 # Result shapes by operation and argument shapes: models repeat their blocks, and meta kernels are slow.
-_RESULTS: dict[Any, _Layout] = {}
+_RESULTS: dict[Any, _Layout | tuple[_Layout, ...]] = {}
 
 
 def _run_once(func: Any, args: Any, kwargs: Any) -> Any:
@@ -185,13 +185,22 @@ def _run_once(func: Any, args: Any, kwargs: Any) -> Any:
     key = None if _aliases(func) else _read_key(func, args, kwargs)
     cached = _RESULTS.get(key) if key is not None else None
     if cached is not None:
-        return torch.empty_strided(cached[0], cached[1], dtype=cached[2], device="meta")
+        return _make_empty(cached)
     if func in _POINTWISE and _is_large(args[0]):
         return _return_zeros(func, args, kwargs)
     result = func(*args, **kwargs)
-    if key is not None and isinstance(result, torch.Tensor) and result.is_meta:
-        _RESULTS[key] = (result.shape, result.stride(), result.dtype)
+    outputs = result if isinstance(result, tuple) else (result,)
+    if key is not None and all(isinstance(output, torch.Tensor) and output.is_meta for output in outputs):
+        layouts = tuple((output.shape, output.stride(), output.dtype) for output in outputs)
+        _RESULTS[key] = layouts if isinstance(result, tuple) else layouts[0]
     return result
+
+
+def _make_empty(layout: Any) -> Any:
+    """Return an empty meta tensor with a layout, or a tuple of them."""
+    if layout and isinstance(layout[0], tuple) and not isinstance(layout[0], torch.Size):
+        return tuple(_make_empty(item) for item in layout)
+    return torch.empty_strided(layout[0], layout[1], dtype=layout[2], device="meta")
 
 
 def _is_large(tensor: Any) -> bool:
@@ -208,10 +217,11 @@ def _return_zeros(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 
 @functools.cache
 def _aliases(func: Any) -> bool:
-    """Return whether an operation returns a view or multiple tensors, or modifies its arguments."""
+    """Return whether an operation returns a view or a list, or nothing, or modifies its arguments."""
     schema = read_schema(func)
     arguments, returns = schema.arguments, schema.returns
-    return len(returns) != 1 or any(value.alias_info is not None for value in (*arguments, *returns))
+    tensors = all(str(value.type) == "Tensor" for value in returns) or len(returns) == 1
+    return not returns or not tensors or any(value.alias_info is not None for value in (*arguments, *returns))
 
 
 def _read_key(func: Any, args: Any, kwargs: Any) -> Any:

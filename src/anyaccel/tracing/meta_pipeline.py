@@ -24,6 +24,10 @@ __all__ = ["FullSizePipeline", "build_components", "build_pipeline"]
 _IGNORED_SETTINGS = ("architectures", "model_type", "torch_dtype", "dtype", "transformers_version")
 
 
+# Side in pixels of the images that are converted for a safety checker.
+_CORNER = 64
+
+
 class FullSizePipeline:
     """A pipeline with full-size, untrained models, and the recipe that provides its call arguments."""
 
@@ -84,7 +88,19 @@ def build_pipeline(
     _extend_tokenizers(components)
     pipe = pipeline_class(**components) if folder.make_empty is None else _fill(folder.make_empty(recipe), components)
     disable_progress_bars(pipe)
+    _crop_checked_images(pipe)
     return FullSizePipeline(pipe, recipe, tuple(not_included))
+
+
+def _crop_checked_images(pipe: Any) -> None:
+    """Convert only a corner of the images for a safety checker, which resizes them to a fixed size.
+
+    The images of a trace contain only zeros. Converting a large one to a PIL image takes a second.
+    """
+    processor: Any = getattr(pipe, "image_processor", None)
+    if getattr(pipe, "safety_checker", None) is not None and hasattr(processor, "numpy_to_pil"):
+        convert: Callable[..., Any] = processor.numpy_to_pil
+        processor.numpy_to_pil = lambda images: convert(images[..., :_CORNER, :_CORNER, :])
 
 
 def _fill(pipe: Any, components: Mapping[str, Any]) -> Any:

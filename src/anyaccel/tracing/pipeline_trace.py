@@ -18,6 +18,7 @@ from anyaccel.planning.kernel_workspace import Workspace
 from anyaccel.planning.limit_hits import TraceFacts
 from anyaccel.tracing.allocation_tracker import AllocationTracker
 from anyaccel.tracing.meta_module import MAX_KEPT_OUTPUT_BYTES, first_floating, map_tensors, to_meta_module
+from anyaccel.upstream.torch_internals import skip_function_modes
 
 __all__ = ["ModelCallRecord", "PipelineTrace"]
 
@@ -109,7 +110,7 @@ class PipelineTrace:
             return map_tensors(result, functools.partial(self._to_cpu, replaces_another=False))
         self.between.append(tracker.take_peak())
         before = tracker.used
-        key = (self._setting, name, method, repr(map_tensors((args, kwargs), _read_layout)))
+        key = (self._setting, name, method, _read_layouts((args, kwargs)))
         cached = self._cache.get(key)
         # The cached peak is relative to the memory in use, because the pipeline may hold more at the next call.
         if cached is None:
@@ -138,7 +139,7 @@ class PipelineTrace:
         if any(isinstance(value, dict) and value for value in values):
             return call(*args, **kwargs)
         lists = [value for value in values if isinstance(value, list)]
-        key = (self._setting, name, repr(map_tensors((args, kwargs), _read_layout)))
+        key = (self._setting, name, _read_layouts((args, kwargs)))
         cached = self._cache.get(key)
         if cached is None:
             before = [[_weak(item) for item in items] for items in lists]
@@ -195,6 +196,13 @@ def _restore_random_states() -> Iterator[None]:
         numpy.random.set_state(numpy_state)
 
 
+def _read_layouts(values: Any) -> str:
+    """Return a text that identifies the layouts of all tensors in nested values, and the other values."""
+    # Under a function mode, reading an attribute of a tensor takes ten times as long.
+    with skip_function_modes():
+        return repr(map_tensors(values, _read_layout))
+
+
 def _read_layout(tensor: torch.Tensor) -> Any:
     return tensor.dtype, tuple(tensor.shape), tensor.stride()
 
@@ -222,5 +230,7 @@ def _apply_changes(items: list[Any], changes: list[Any]) -> None:
 
 
 def _is_same_layout(left: Any, right: Any) -> bool:
-    tensors = isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)
-    return tensors and _read_layout(left) == _read_layout(right)
+    if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
+        return False
+    with skip_function_modes():
+        return bool(_read_layout(left) == _read_layout(right))

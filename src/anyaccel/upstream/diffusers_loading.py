@@ -14,10 +14,12 @@ from typing import Any
 from anyaccel.errors import UpstreamError
 
 __all__ = [
+    "CODE_CACHE",
     "CUSTOM_PIPELINE_FILE",
     "LoadedComponent",
     "calling_after_each_component",
     "find_components_manager",
+    "find_offload_device",
     "list_component_specs",
     "load_class_of_file",
     "read_absent_components",
@@ -26,6 +28,8 @@ __all__ = [
 
 # pipelines/pipeline_loading_utils.py: the file of a pipeline in a folder.
 CUSTOM_PIPELINE_FILE = "pipeline.py"
+# utils/dynamic_modules_utils.py: part of the paths of the copies of Python files from which custom code is imported.
+CODE_CACHE = "diffusers_modules"
 
 _LOCK = threading.RLock()
 
@@ -81,6 +85,14 @@ def load_class_of_file(file: Path, name: str | None = None) -> Any:
 def find_components_manager(pipe: Any) -> Any:
     """Return the components manager of a modular pipeline, or None if it has none."""
     return pipe._components_manager  # modular_pipelines/modular_pipeline.py
+
+
+def find_offload_device(pipe: Any) -> Any:
+    """Return the device to which a components manager moves the models of a modular pipeline when they run, or None."""
+    library: Any = importlib.import_module("diffusers")
+    manager = find_components_manager(pipe) if isinstance(pipe, library.ModularPipeline) else None
+    # modular_pipelines/components_manager.py
+    return manager._auto_offload_device if manager is not None and manager._auto_offload_enabled else None
 
 
 def read_absent_components(pipe: Any, **hub: Any) -> set[str]:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["dequantize_blocks", "is_language_model", "name_kind", "quantize_blocks", "read_block_sizes", "read_kinds"]
+__all__ = [
+    "dequantize_blocks", "is_installed", "is_language_model", "name_kind", "quantize_blocks", "read_block_sizes",
+    "read_kinds",
+]  # fmt: skip
 
 # diffusers/quantizers/gguf/utils.py, seen in diffusers 0.35 to 0.42; the functions are not part of its API.
+
+
+def is_installed() -> bool:
+    """Return whether the gguf package is installed."""
+    return importlib.util.find_spec("gguf") is not None
 
 
 def dequantize_blocks(data: torch.Tensor, kind: int) -> torch.Tensor:

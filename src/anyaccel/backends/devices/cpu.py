@@ -14,9 +14,11 @@ from anyaccel.backends.citations import (
     TORCH_DISTRIBUTED,
     TORCH_INSTALL,
     TORCH_SOURCE,
+    UV_TORCH,
 )
 from anyaccel.backends.claim import DtypeLimit, Quirk, Unknown, Yes
 from anyaccel.backends.driver import Driver, Memory
+from anyaccel.backends.installation import InstallCommand
 from anyaccel.backends.quirks import HALF_KERNELS_MISSING
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import VersionIs
@@ -131,6 +133,22 @@ SHEET = Sheet(
             hint=f'pip install "torch>=2.6" (to select a build: {TORCH_INSTALL})',
             says="anyaccel uses torch.accelerator, which was introduced in torch 2.6.",
             source="https://github.com/pytorch/pytorch/releases/tag/v2.6.0",
+            evidence="documented",
+        ),
+    ),
+    installation=(
+        InstallCommand(
+            command="uv pip install torch torchvision --torch-backend=cpu",
+            systems=("Linux", "Windows"),
+            says="The build without CUDA libraries.",
+            source=UV_TORCH,
+            evidence="documented",
+        ),
+        InstallCommand(
+            command="pip install torch torchvision",
+            systems=("Darwin",),
+            says="The build on PyPI.",
+            source=TORCH_INSTALL,
             evidence="documented",
         ),
     ),

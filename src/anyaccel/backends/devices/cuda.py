@@ -9,8 +9,6 @@ from typing import Any
 from anyaccel.backends.citations import (
     DIFFUSERS_SOURCE,
     DIFFUSERS_TORCH_UTILS,
-    GB,
-    GIB,
     INDUCTOR_CACHE,
     PYTORCH,
     SCHEDULER_SYNC,
@@ -18,10 +16,15 @@ from anyaccel.backends.citations import (
     TORCH_DISTRIBUTED,
     TORCH_INSTALL,
     TORCH_SOURCE,
+    UV_TORCH,
 )
 from anyaccel.backends.claim import DtypeLimit, OperationLimit, Quirk, RoundTrip, Unknown, Yes
 from anyaccel.backends.cuda_graphs import make_recorder
 from anyaccel.backends.driver import Driver, Recorder
+from anyaccel.backends.installation import InstallCommand
+from anyaccel.backends.products.data_center import INSTINCT, NVIDIA
+from anyaccel.backends.products.geforce import GEFORCE, RTX_30
+from anyaccel.backends.products.radeon import RADEON, RX_7000
 from anyaccel.backends.quirks import CONVOLUTIONS_REORDER, NON_CONTIGUOUS_ATTENTION
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import BuiltFor, SystemIs
@@ -31,7 +34,6 @@ from anyaccel.backends.sheet import (
     DtypeOrder,
     Dtypes,
     MemoryTerms,
-    Product,
     Quantization,
     Sheet,
     Speedup,
@@ -39,48 +41,17 @@ from anyaccel.backends.sheet import (
 )
 
 _CUDA = TORCH_SOURCE + "torch/cuda/__init__.py"
-_MIG = "https://docs.nvidia.com/datacenter/tesla/mig-user-guide/supported-gpus.html"
-_NIM = "https://docs.nvidia.com/nim/large-language-models/1.7.0/supported-models.html"
 _HIP = "https://docs.pytorch.org/docs/2.13/notes/hip.html"
 _HIP_VARIABLES = "https://rocm.docs.amd.com/projects/HIP/en/latest/reference/env_variables.html"
-_AMD_GPUS = "https://github.com/ROCm/legacy-rocm-build/blob/develop/docs/reference/gpu-arch-specs.rst"
 _AMD_FP8 = "https://github.com/ROCm/legacy-rocm-build/issues/6019"
 _CHANNELS_LAST = "https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html"
 _FLOAT8 = "https://github.com/sayakpaul/diffusers-torchao"
 _OUR_MEMORY = "benchmarks/results/memory_cuda.json"
 _OUR_H200 = "benchmarks/results/round_trip_cuda.json"
 _OUR_SPEED = "benchmarks/results/speed_cuda.json"
-_BEFORE_HOPPER = ("a100-40gb", "a100-80gb", "a10g")
-_BEFORE_CDNA4 = ("mi250x", "mi300x", "mi325x", "rx7900xtx")
-
-
-def _nvidia(name: str, title: str, memory_bytes: int, per_server: int | None, source: str, reported_as: str) -> Product:
-    measured = source == _OUR_H200
-    return Product(
-        name=name,
-        title=title,
-        memory_bytes=memory_bytes,
-        per_server=per_server,
-        software="a CUDA build of torch",
-        reported_as=reported_as,
-        says="Memory size as reported by the device." if measured else "Nominal memory size.",
-        source=source,
-        evidence="hardware" if measured else "documented",
-    )
-
-
-def _amd(name: str, title: str, memory_bytes: int, says: str = "Nominal memory size.") -> Product:
-    return Product(
-        name=name,
-        title=title,
-        memory_bytes=memory_bytes,
-        per_server=None,
-        software="a ROCm build of torch",
-        reported_as=title.removeprefix("AMD ").removeprefix("Instinct ").removeprefix("Radeon "),
-        says=says,
-        source=_AMD_GPUS,
-        evidence="documented",
-    )
+# Products with a compute capability below 8.9.
+_BEFORE_ADA = ("a100-40gb", "a100-80gb", "a10g", *RTX_30)
+_WITHOUT_OCP_FP8 = ("mi250x", "mi300x", "mi325x", *RX_7000)
 
 
 def _measured(name: str, gain: float, says: str) -> Speedup:
@@ -93,7 +64,7 @@ _FP8 = DtypeLimit(
     evidence="hardware",
     effect="error",
     hint="store the weights in float8 and cast them for computation, or run in bfloat16",
-    only_on=_BEFORE_HOPPER,
+    only_on=_BEFORE_ADA,
 )
 
 CUDA = Sheet(
@@ -290,18 +261,24 @@ CUDA = Sheet(
             evidence="documented",
         ),
     ),
+    installation=(
+        InstallCommand(
+            command="uv pip install torch torchvision --torch-backend=cu130",
+            systems=("Linux", "Windows"),
+            device_files=("/dev/nvidia[0-9]*",),
+            says="The build for CUDA 13.0, which requires an NVIDIA driver of version 580 or later.",
+            source=UV_TORCH,
+            evidence="documented",
+        ),
+    ),
     device_files=("/dev/nvidia[0-9]*", "/dev/kfd"),
     aliases=("nvidia",),
     product_pattern=r"(rtx|gtx|geforce|quadro|tesla|titan|g[bh]\d00|[abhpv]\d00$|[al]\d{1,2}[sg]?$|a\d000|t4$)",
     products=(
-        _nvidia("b200", "NVIDIA B200", 180 * GB, 8, _MIG, r"\bB200\b"),
-        _nvidia("h200", "NVIDIA H200", 150_109_880_320, 8, _OUR_H200, r"\bH200\b"),
-        _nvidia("h100", "NVIDIA H100 80 GB", 80 * GB, 8, _MIG, r"\bH100\b.*80GB"),
-        _nvidia("a100-80gb", "NVIDIA A100 80 GB", 80 * GB, 8, _MIG, r"\bA100\b.*80GB"),
-        _nvidia("a100-40gb", "NVIDIA A100 40 GB", 40 * GB, 8, _MIG, r"\bA100\b.*40GB"),
-        _nvidia("l40s", "NVIDIA L40S", 48 * GB, None, _NIM, r"\bL40S\b"),
-        _nvidia("a10g", "NVIDIA A10G", 24 * GB, None, _NIM, r"\bA10G\b"),
+        *NVIDIA,
+        *GEFORCE,
     ),
+    assumed_product="a10g",
 )
 
 _ROCM_FP8 = DtypeLimit(
@@ -310,7 +287,7 @@ _ROCM_FP8 = DtypeLimit(
     evidence="hardware",
     effect="error",
     hint="run in bfloat16, or store the weights in fp8 and cast them for computation",
-    only_on=_BEFORE_CDNA4,
+    only_on=_WITHOUT_OCP_FP8,
 )
 
 ROCM = replace(
@@ -411,16 +388,23 @@ ROCM = replace(
             evidence="documented",
         ),
     ),
+    installation=(
+        InstallCommand(
+            command="uv pip install torch torchvision --torch-backend=rocm7.2",
+            systems=("Linux",),
+            says="The build for ROCm 7.2.",
+            source=UV_TORCH,
+            evidence="documented",
+        ),
+    ),
     device_files=("/dev/kfd",),
     aliases=("hip", "amd"),
     product_pattern=r"(rx|radeon|instinct|mi)-?\d",
     products=(
-        _amd("mi355x", "AMD Instinct MI355X", 288 * GIB),
-        _amd("mi325x", "AMD Instinct MI325X", 256 * GIB),
-        _amd("mi300x", "AMD Instinct MI300X", 192 * GIB),
-        _amd("mi250x", "AMD Instinct MI250X", 64 * GIB, "128 GiB on two dies; torch counts each die as a device."),
-        _amd("rx7900xtx", "AMD Radeon RX 7900 XTX", 24 * GIB),
+        *INSTINCT,
+        *RADEON,
     ),
+    assumed_product="rx7900xtx",
 )
 
 

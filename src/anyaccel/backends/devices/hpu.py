@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from anyaccel.backends.citations import ACCELERATE_SOURCE, DIFFUSERS_SOURCE, GB
 from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit, Quirk, RoundTrip, Unknown, Yes
 from anyaccel.backends.driver import Driver
+from anyaccel.backends.installation import InstallCommand
 from anyaccel.backends.quirks import FLOAT32_ATTENTION
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import ModuleFound, SystemIs
@@ -310,6 +311,15 @@ SHEET = Sheet(
             module="habana_frameworks.torch",
             hint=f"install Intel's torch and plugin: habanalabs-installer.sh install --type pytorch ({_INSTALL})",
             says="Intel's plugin registers the device with torch; it requires Intel's own build of torch.",
+            source=_INSTALL,
+            evidence="documented",
+        ),
+    ),
+    installation=(
+        InstallCommand(
+            command="habanalabs-installer.sh install --type pytorch",
+            systems=("Linux",),
+            says="Installs Intel's build of torch with the plugin; the script is part of the Gaudi software.",
             source=_INSTALL,
             evidence="documented",
         ),

@@ -14,6 +14,7 @@ from anyaccel.backends.citations import (
 )
 from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit, Quirk, RoundTrip, SizeLimit, Unknown, Yes
 from anyaccel.backends.driver import Driver, Memory
+from anyaccel.backends.installation import InstallCommand
 from anyaccel.backends.quirks import (
     HOST_NUMBER_OFFSET_IGNORED,
     NON_CONTIGUOUS_ATTENTION,
@@ -373,6 +374,16 @@ SHEET = Sheet(
             hint=f"pip install --upgrade torch ({TORCH_INSTALL})",
             says="Requires torch 1.13 or later; 2.0 or later is recommended.",
             source=_DIFFUSERS_PAGE,
+            evidence="documented",
+        ),
+    ),
+    installation=(
+        InstallCommand(
+            command="pip install torch torchvision",
+            systems=("Darwin",),
+            architectures=("arm64",),
+            says="The build on PyPI supports Apple silicon.",
+            source=TORCH_INSTALL,
             evidence="documented",
         ),
     ),

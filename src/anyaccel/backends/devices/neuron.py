@@ -5,6 +5,7 @@ from __future__ import annotations
 from anyaccel.backends.citations import ACCELERATE_SOURCE, DIFFUSERS_SOURCE, DIFFUSERS_TORCH_UTILS, GIB
 from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit, Quirk, RoundTrip, Unknown, Yes
 from anyaccel.backends.driver import Driver, Memory
+from anyaccel.backends.installation import InstallCommand
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import ArchitectureIs, ModuleFound, SystemIs, VersionIs
 from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, MemoryTerms, Product, Sheet, Variable
@@ -250,6 +251,16 @@ SHEET = Sheet(
             module="torch_neuronx",
             hint=f'pip install "torch-neuronx==2.14.*" "neuronx-cc==2.*" nki, from AWS\'s own index: {_UPDATE}',
             says="torch_neuronx registers the device with torch.",
+            source=_UPDATE,
+            evidence="documented",
+        ),
+    ),
+    installation=(
+        InstallCommand(
+            command='pip install "torch-neuronx==2.14.*" "neuronx-cc==2.*" nki',
+            systems=("Linux",),
+            architectures=("x86_64",),
+            says="The packages are in AWS's own index, which must be added to pip's configuration.",
             source=_UPDATE,
             evidence="documented",
         ),

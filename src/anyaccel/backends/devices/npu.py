@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from anyaccel.backends.citations import ACCELERATE_SOURCE, DIFFUSERS, DIFFUSERS_TORCH_UTILS, GB
 from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit, Quirk, RoundTrip, Unknown, Yes
+from anyaccel.backends.installation import InstallCommand
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import ModuleFound, SystemIs
 from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, MemoryTerms, Product, Sheet, Variable
@@ -245,6 +246,15 @@ SHEET = Sheet(
             module="torch_npu",
             hint="install CANN, source its set_env.sh, then pip install the torch-npu version that matches torch",
             says="torch_npu registers the device with torch.",
+            source=_TORCH_NPU,
+            evidence="documented",
+        ),
+    ),
+    installation=(
+        InstallCommand(
+            command="pip install torch torch-npu",
+            systems=("Linux",),
+            says="CANN must be installed and its set_env.sh sourced; torch-npu requires the same version of torch.",
             source=_TORCH_NPU,
             evidence="documented",
         ),

@@ -6,13 +6,15 @@ from anyaccel.backends.citations import (
     COMFYUI,
     DIFFUSERS_SOURCE,
     DIFFUSERS_TORCH_UTILS,
-    GB,
     PYTORCH,
     SCHEDULER_SYNC,
     TORCH_DISTRIBUTED,
     TORCH_SOURCE,
+    UV_TORCH,
 )
 from anyaccel.backends.claim import DtypeLimit, OperationLimit, Quirk, RoundTrip, SizeLimit, Unknown, Yes
+from anyaccel.backends.installation import InstallCommand
+from anyaccel.backends.products.arc import ARC, ARC_A
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import BuiltFor, SystemIs
 from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, Product, Quantization, Sheet, Variable
@@ -21,17 +23,14 @@ _GET_STARTED = "https://docs.pytorch.org/docs/stable/notes/get_start_xpu.html"
 _OPS = "https://github.com/intel/torch-xpu-ops/issues/"
 _IPEX = "https://github.com/intel/intel-extension-for-pytorch/issues/"
 _XPU = TORCH_SOURCE + "torch/xpu/__init__.py"
-_WITHOUT_FP64 = ("arc-a770", "iris-xe")
+_WITHOUT_FP64 = (*ARC_A, "iris-xe")
 _BUFFER_ON_IGPU = "https://github.com/intel/compute-runtime/issues/890"
 _MIB = 2**20
-_AS_SEEN = "Memory size as reported by the device."
 _TILE = "Memory size as reported by the device; torch counts each tile of a Max as a device."
 _SHARED = "Shares memory with the CPU."
 
 
-def _product(
-    name: str, title: str, memory_bytes: int | None, says: str, source: str, reported_as: str = "", seen: bool = True
-) -> Product:
+def _product(name: str, title: str, memory_bytes: int | None, says: str, source: str, reported_as: str = "") -> Product:
     return Product(
         name=name,
         title=title,
@@ -41,7 +40,7 @@ def _product(
         reported_as=reported_as,
         says=says,
         source=source,
-        evidence="hardware" if seen else "documented",
+        evidence="hardware",
     )
 
 
@@ -275,19 +274,26 @@ SHEET = Sheet(
             evidence="documented",
         ),
     ),
+    installation=(
+        InstallCommand(
+            command="uv pip install torch torchvision --torch-backend=xpu",
+            systems=("Linux", "Windows"),
+            says="The XPU build, which requires Intel's GPU driver.",
+            source=UV_TORCH,
+            evidence="documented",
+        ),
+    ),
     device_files=("/dev/dri/renderD*",),
     pci_vendor="0x8086",
     aliases=("arc",),
-    product_pattern=r"(arc|max|flex|iris)-",
+    product_pattern=r"(arc|max|flex|iris)[- ]?[a-z]*[- ]?\d",
     products=(
         _product("max-1550", "Data Center GPU Max 1550 (one tile)", 65520 * _MIB, _TILE, _OPS + "3888", "Max 1550"),
-        _product("arc-pro-b60", "Arc Pro B60", 24480 * _MIB, _AS_SEEN, _OPS + "5258", r"\bB60\b"),
-        _product("arc-pro-b70", "Arc Pro B70", 32 * GB, "Nominal memory size.", PYTORCH + "179891", r"\bB70\b", False),
-        _product("arc-b580", "Arc B580", 12216 * _MIB, _AS_SEEN, _OPS + "3663", r"\bB580\b"),
-        _product("arc-a770", "Arc A770 16 GB", 15473 * _MIB, _AS_SEEN, _IPEX + "519", r"\bA770\b"),
+        *ARC,
         _product("arrow-lake-igpu", "Arrow Lake graphics", None, _SHARED, _BUFFER_ON_IGPU),
         _product("iris-xe", "Iris Xe graphics", None, _SHARED, PYTORCH + "149953", r"Iris.*Xe"),
     ),
+    assumed_product="arc-b580",
 )
 
 BACKEND = Backend(sheet=SHEET)

@@ -13,8 +13,8 @@ from anyaccel.call_limits import check_steps, parse_image_size, read_seed
 from anyaccel.cli.terminal_image import check_protocol
 from anyaccel.errors import UsageError
 from anyaccel.generation.call_values import parse_settings
-from anyaccel.generation.durations import check_duration
 from anyaccel.generation.inputs import INPUT_OPTIONS
+from anyaccel.runtime.durations import check_duration
 
 if TYPE_CHECKING:
     from anyaccel.generation.metadata import ImageMetadata

@@ -13,7 +13,7 @@ import typer
 from anyaccel.cli.generate.notes import find_notes
 from anyaccel.cli.generate.options import Options
 from anyaccel.cli.interrupts import INTERRUPTED, Interruption
-from anyaccel.cli.progress import Display
+from anyaccel.cli.progress import Display, shorten_start
 from anyaccel.cli.terminal_media import show_media
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.processes.gc_control import gc_paused
@@ -161,7 +161,7 @@ class GenerateRun(ProgressListener):
             from anyaccel.generation.model_loading import load_model
 
         model = task.request.model
-        text = f"Loading {model.name}"
+        text = f"Loading {shorten_start(model.name)}"
         # huggingface_hub shows its own progress bars for downloads, which a second bar would overwrite.
         self.display.print_line(text) if model.kind == "hub" else self.display.start_phase(text)
         try:

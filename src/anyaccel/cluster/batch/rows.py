@@ -13,8 +13,8 @@ from typing import Any
 
 from anyaccel.call_limits import SIDES, check_side, check_steps, read_seed
 from anyaccel.errors import UsageError, nearest
-from anyaccel.generation.durations import DURATION_OPTIONS, check_duration
 from anyaccel.generation.inputs import GENERIC_INPUTS, INPUT_PARAMETERS
+from anyaccel.runtime.durations import DURATION_OPTIONS, check_duration
 
 __all__ = ["BatchRow", "check_parameters", "read_rows"]
 

@@ -12,6 +12,7 @@ from PIL.Image import Image
 
 from anyaccel.errors import UsageError
 from anyaccel.runtime.call_request import CallRequest
+from anyaccel.upstream.modular_blocks import STATE_ARGUMENT
 
 __all__ = ["join_results", "repeat_input_images", "select_image"]
 
@@ -66,6 +67,8 @@ def select_image(request: CallRequest, image: int) -> CallRequest:
 
 
 def _select(name: str, value: Any, request: CallRequest, image: int) -> Any:
+    if name == STATE_ARGUMENT and value is not None and request.prompts > 1:
+        raise _make_part_error(name, request)
     if not isinstance(value, torch.Tensor | numpy.ndarray | list | tuple | dict) or name in _SETTINGS:
         return value
     length = value.shape[0] if isinstance(value, torch.Tensor | numpy.ndarray) and value.ndim else 0
@@ -87,7 +90,11 @@ def _select(name: str, value: Any, request: CallRequest, image: int) -> Any:
         known = numbers
     if known:
         return value
-    raise UsageError(
+    raise _make_part_error(name, request)
+
+
+def _make_part_error(name: str, request: CallRequest) -> UsageError:
+    return UsageError(
         f"{request.images} images with seeds cannot be generated one by one: it is not known which part of {name!r} "
         "belongs to which image",
         hint=_HINT,

@@ -56,19 +56,11 @@ def warn_unused_arguments(pipe: Any, names: Iterable[str]) -> None:
     """Warn about keyword arguments that the pipeline accepts through `**kwargs` but never reads."""
     kind = plain_class(pipe)
     for name in find_unused_keywords(kind, [name for name in names if name != "seed"]):
-        similar = _find_similar_argument(name, list_parameters(kind))
+        similar = find_similar(name, list_parameters(kind))
         suggestion = f"; did you mean {similar}?" if similar else ""
         warnings.warn(
             f"{name!r} is not an argument of {kind.__name__} and has no effect{suggestion}", stacklevel=_STACK_LEVEL
         )
-
-
-def _find_similar_argument(name: str, known: list[str]) -> str | None:
-    """Return the argument that contains all words of `name`, or the one with the most similar spelling."""
-    words = set(name.lower().split("_"))
-    # `num_steps` is spelled more like `timesteps` than like `num_inference_steps`.
-    containing = [argument for argument in known if words <= set(argument.split("_"))]
-    return min(containing, key=len) if containing else find_similar(name, known)
 
 
 def reject_unused_seed() -> None:

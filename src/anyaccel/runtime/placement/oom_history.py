@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 from anyaccel.planning.footprint import MemorySavings
 from anyaccel.planning.memory import MemoryRule
 from anyaccel.storage.atomic_write import atomic_write
-from anyaccel.storage.cache_dir import find_cache_folder
+from anyaccel.storage.cache_dir import find_cache_folder, remove_files
 
-__all__ = ["has_outcome", "load_outcome", "save_outcome"]
+__all__ = ["has_outcome", "load_outcome", "remove_outcomes", "save_outcome"]
 
 # A stored outcome is ignored if the capacity has since grown by more than this factor.
 _MARGIN = 1.02
+_FILE_NAME = re.compile(r"[0-9a-f]{24}\.json")
 # Rule and capacity in bytes of each key, for this process.
 _OUTCOMES: dict[str, tuple[MemoryRule, int]] = {}
 
@@ -53,6 +55,12 @@ def load_outcome(key: str, capacity_bytes: int | None) -> MemoryRule | None:
     if outcome is None or (capacity_bytes or 0) > outcome[1] * _MARGIN:
         return None
     return outcome[0]
+
+
+def remove_outcomes() -> int:
+    """Remove the stored settings of all keys; return the number of removed files."""
+    _OUTCOMES.clear()
+    return remove_files(path for path in _folder().glob("*.json") if _FILE_NAME.fullmatch(path.name))
 
 
 def _folder() -> Path:

@@ -14,7 +14,6 @@ from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.errors import AnyaccelError, DoesNotFitError, NotFiniteError
 from anyaccel.generation.call_validation import check_size, find_default, list_parameters, map_call
-from anyaccel.generation.durations import find_frame_parameter
 from anyaccel.generation.guider import using_guidance_scale
 from anyaccel.generation.image import describe_result, expected_metadata, group_ip_images
 from anyaccel.generation.inputs import InputMedia
@@ -29,6 +28,7 @@ from anyaccel.planning.options import PlacementOptions
 from anyaccel.progress import ProgressListener
 from anyaccel.runtime.call_parameters import read_blocks
 from anyaccel.runtime.call_request import read_call_request
+from anyaccel.runtime.durations import find_frame_parameter
 from anyaccel.runtime.introspection import plain_class
 from anyaccel.runtime.placement.memory_plan import list_call_rules, plan_call
 from anyaccel.runtime.placement.oom_retry import apply_rule, clear_traceback_frames

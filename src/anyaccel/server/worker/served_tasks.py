@@ -10,13 +10,13 @@ from PIL import Image
 
 from anyaccel.errors import AnyaccelError, UsageError
 from anyaccel.generation.call_validation import check_outputs, map_call
-from anyaccel.generation.durations import choose_frame_rate, find_frame_parameter, round_frames
 from anyaccel.generation.inputs import InputMedia, find_parameter
 from anyaccel.generation.model_loading import LoadedModel
 from anyaccel.generation.pipeline_interface import PipelineInterface, read_interface
 from anyaccel.generation.tasks import find_pipe
 from anyaccel.runtime.call.validation import find_size_multiple
 from anyaccel.runtime.call_request import takes_reference_images
+from anyaccel.runtime.durations import choose_frame_rate, find_frame_parameter, round_frames
 from anyaccel.runtime.placement.memory_plan import find_default_side
 from anyaccel.server.worker.job_spec import Task
 from anyaccel.server.worker.messages import AudioFacts, VideoFacts

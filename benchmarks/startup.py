@@ -1,0 +1,114 @@
+"""Start-up time of `anyaccel generate` and `anyaccel explain` in a new process.
+
+    python -m benchmarks.startup [EARLIER_SOURCE]
+
+`generate` is compared with a ten-line diffusers script that loads the same model, and `explain` with the package in the
+folder EARLIER_SOURCE, such as `src` of an earlier commit. The programs run in turns. The result is in
+benchmarks/results/startup_cpu.json. On a
+shared machine, the CPU time is more reliable than the wall time.
+"""
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anyaccel.embedded.model import CALL_DEFAULTS, find_embedded_model
+from benchmarks.provenance import describe_run, read_commit
+
+ROOT = Path(__file__).parent.parent
+RESULT = Path(__file__).parent / "results" / "startup_cpu.json"
+ROUNDS = 7
+MODEL = "stable-diffusion-v1-5/stable-diffusion-v1-5"
+STOCK = f"""
+import sys
+import torch
+from diffusers import DiffusionPipeline
+
+model, output = sys.argv[1:]
+pipe = DiffusionPipeline.from_pretrained(model)
+generator = torch.Generator().manual_seed(7)
+image = pipe("a red apple", generator=generator, **{dict(CALL_DEFAULTS)}).images[0]
+image.save(output)
+"""
+
+
+def time_process(arguments: list[str], source: Path) -> tuple[float, float]:
+    """Return the wall seconds and the CPU seconds of a Python process that uses the package in a folder."""
+    path = os.pathsep.join([str(source), *filter(None, [os.environ.get("PYTHONPATH")])])
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run(
+        [sys.executable, *arguments], check=True, capture_output=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    wall_s, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main(earlier: str | None = None) -> None:
+    """Measure, print and write the file."""
+    with tempfile.TemporaryDirectory() as folder:
+        image = str(Path(folder) / "apple.png")
+        generate = ["-m", "anyaccel", "generate", "a red apple", "--seed", "7", "--device", "cpu", "-f", "-o", image]
+        explain = ["-m", "anyaccel", "explain", MODEL, "--device", "h200"]
+        programs = {
+            "diffusers script": (["-c", STOCK, str(find_embedded_model()), image], ROOT / "src"),
+            "generate": (generate, ROOT / "src"),
+            "explain": (explain, ROOT / "src"),
+        }
+        if earlier is not None:
+            programs["explain, earlier"] = (explain, Path(earlier))
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in programs}
+        for _ in range(ROUNDS):
+            for name, program in programs.items():
+                times[name].append(time_process(*program))
+    result: dict[str, Any] = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **describe_run(read_commit()),
+        "threads": torch.get_num_threads(),
+        "rounds": ROUNDS,
+        "earlier": describe_folder(earlier),
+        "programs": {name: summarize(rows) for name, rows in times.items()},
+    }
+    pairs = {"generate": ("generate", "diffusers script"), "explain": ("explain", "explain, earlier")}
+    result["ratios"] = {
+        name: {kind: compare(times, *pair, index) for index, kind in enumerate(("wall", "cpu"))}
+        for name, pair in pairs.items()
+        if pair[1] in times
+    }
+    RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps({"programs": result["programs"], "ratios": result["ratios"]}, indent=2))
+
+
+def describe_folder(folder: str | None) -> str | None:
+    """Return the commit of the repository that contains a folder."""
+    if folder is None:
+        return None
+    command = ["git", "-C", folder, "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def summarize(rows: list[tuple[float, float]]) -> dict[str, dict[str, float]]:
+    """Return the median and the range of wall and CPU seconds."""
+    kinds = zip(("wall_s", "cpu_s"), zip(*rows, strict=True), strict=True)
+    return {
+        kind: {"median": statistics.median(values), "least": min(values), "most": max(values)} for kind, values in kinds
+    }
+
+
+def compare(times: dict[str, list[tuple[float, float]]], name: str, other: str, index: int) -> float:
+    """Return the ratio of the medians of two programs."""
+    left, right = (statistics.median(row[index] for row in times[key]) for key in (name, other))
+    return round(left / right, 3)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])

@@ -1,0 +1,1 @@
+"""Tables of consumer GPUs: memory size, memory bandwidth and half-precision throughput, with their sources."""
