@@ -26,8 +26,8 @@ TEXTS = re.compile(
     r"|Graph break in user code|Loading pipeline components|It seems like some layers were not executed"
 )
 """Private details without an underscore: a method, frame locals and message texts."""
-DOCUMENTED = {"_exit", "_getframe", "_fields"}
-"""Documented names of the standard library: `os._exit`, `sys._getframe`, `_fields` of a named tuple."""
+DOCUMENTED = {"_exit", "_current_frames", "_getframe", "_fields"}
+"""Documented names of the standard library: `os._exit`, `sys._getframe`, `_fields` of a named tuple, and others."""
 OPERATORS = {"aten", "_ATEN", "torch.ops.aten"}
 """Attributes of these are ATen operators, which dispatch modes receive; `_to_copy` is an operator like `add`."""
 EXCEPTIONS = {

@@ -117,21 +117,20 @@ def explain_model(
                 parallel=parallel,
                 weights=weights,
             )
-            # Only plans of placed pipelines have no forecast.
-            assert plan.forecast is not None
+            assert plan.forecast is not None  # only plans of placed pipelines have none
             download_bytes = find_model(model, revision).missing_bytes(name for name, _ in plan.forecast.components)
     finally:
         display.clear()
-    if as_json:
-        print(json.dumps({"model": model, **plan.to_dict(), "download_bytes": download_bytes}, indent=2))
-    else:
-        _print_explanation(plan, model, download_bytes)
+    _print_explanation(plan, model, download_bytes, as_json=as_json)
     ignore_existing_objects()  # skips the last garbage collection, at exit
     if not plan.forecast.fits:
         raise typer.Exit(1)
 
 
-def _print_explanation(plan: Plan, model: str, download_bytes: int | None) -> None:
+def _print_explanation(plan: Plan, model: str, download_bytes: int | None, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"model": model, **plan.to_dict(), "download_bytes": download_bytes}, indent=2))
+        return
     from anyaccel.explanation.text import describe_explanation
 
     columns = shutil.get_terminal_size((100, 24)).columns

@@ -146,9 +146,8 @@ def serve_models(
 ) -> None:
     """Serve models over an OpenAI-compatible HTTP API.
 
-    The server has a job queue that survives restarts and a web page for trying out the models. Requests
-    from different clients are batched per denoising step; every client receives the same image as
-    without batching.
+    The server has a job queue that survives restarts, and a web page. Requests from different clients are batched
+    per denoising step; every client receives the same image as without batching.
     """
     # The server has optional dependencies, which a plain `pip install anyaccel` does not install.
     try:
@@ -158,10 +157,8 @@ def serve_models(
     devices = _check_devices(device, ray, replicas)
     from anyaccel.server.settings import ServerSettings, read_limits, read_lora, read_served_names
 
-    # Both sources count: a key on the command line is visible in the process list, the variable is not.
-    keys = tuple(key.strip() for key in (*(api_key or ()), *os.environ.get(_KEYS, "").split(",")) if key.strip())
-    # Before anything is loaded: a public address requires a key.
-    check_address(host, keys, without_key=no_key)
+    keys = _read_keys(api_key)
+    check_address(host, keys, without_key=no_key)  # before loading: a public address requires a key
     settings = ServerSettings(
         models=read_served_names(models or ["embedded"]),
         data=(data or _default_data_folder()).expanduser().absolute(),
@@ -183,6 +180,11 @@ def serve_models(
         limits=read_limits(limit or (), max_queue),
     )
     _serve(settings, ray, devices, replicas)
+
+
+def _read_keys(api_key: list[str] | None) -> tuple[str, ...]:
+    # Both sources count: a key on the command line is visible in the process list, the variable is not.
+    return tuple(key.strip() for key in (*(api_key or ()), *os.environ.get(_KEYS, "").split(",")) if key.strip())
 
 
 def _check_devices(device: list[str] | None, ray: str | None, replicas: str | None) -> tuple[str, ...]:

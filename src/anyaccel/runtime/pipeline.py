@@ -35,15 +35,14 @@ from anyaccel.runtime.own_methods import (
     read_to_arguments,
     write_attributes,
 )
+from anyaccel.runtime.placement.current_placement import require_placement
 from anyaccel.runtime.placement.inherit import adopt_before_move, adopt_placement, place_copy
 from anyaccel.runtime.placement.oom_retry import remove_offload_hooks, weights_on_cpu
-from anyaccel.runtime.placement.place import attach_placement, place_pipeline, plan_pipeline, replan, resolve_device
+from anyaccel.runtime.placement.place import place_pipeline, replan, resolve_device
 from anyaccel.runtime.placement.quantized_layers import find_models_to_quantize, quantize_models
 from anyaccel.runtime.placement_state import (
-    Placement,
     being_offloaded,
     defer_placement,
-    drop_placement,
     find_options,
     find_placed_model,
     find_placement,
@@ -58,7 +57,6 @@ from anyaccel.runtime.weight_methods import WEIGHT_METHODS, with_weights
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 from anyaccel.upstream.diffusers_hooks import PipelineHooks, install_pipeline_hooks, is_created_by_pipeline
 from anyaccel.upstream.diffusers_internals import has_custom_processors
-from anyaccel.upstream.diffusers_loading import find_offload_device
 from anyaccel.upstream.torch_compile_internals import unwrap_compiled
 
 __all__ = [
@@ -84,7 +82,7 @@ class PlanAttribute:
     @overload
     def __get__(self, pipe: Portable, kind: type) -> Plan: ...
     def __get__(self, pipe: Portable | None, kind: type) -> Plan | PlanAttribute:
-        return self if pipe is None else _placement_of(pipe).plan
+        return self if pipe is None else require_placement(pipe).plan
 
 
 class Portable(VendorAliases):
@@ -145,7 +143,7 @@ class Portable(VendorAliases):
         # The method of diffusers replaces the attention processors of the user.
         if any(has_custom_processors(model) for model in find_models(self).values()):
             super().enable_attention_slicing(slice_size)  # type: ignore[misc]
-        replan(self, _placement_of(self), {"attention_slicing": slice_size})
+        replan(self, require_placement(self), {"attention_slicing": slice_size})
 
     def disable_attention_slicing(self) -> None:
         """Compute attention for all heads at once, unless a device limit requires slicing."""
@@ -163,7 +161,7 @@ class Portable(VendorAliases):
         processes. The compiler's environment variable for this directory is set only during calls. Each
         image size is compiled when it is first used; see `warmup`.
         """
-        compile_components(self, _placement_of(self), model_names, cache_dir, fullgraph)
+        compile_components(self, require_placement(self), model_names, cache_dir, fullgraph)
 
     def warmup(self, shapes: Any = None, **arguments: Any) -> None:
         """Run one step at each (height, width) to compile models in advance: `warmup([(512, 512)])`.
@@ -209,7 +207,7 @@ class Portable(VendorAliases):
         with being_offloaded(self):
             residence: Residence = "component" if method == "enable_model_cpu_offload" else "layer"
             place_pipeline(self, target, {}, cast, offloaded=residence)
-            placement = _placement_of(self)
+            placement = require_placement(self)
             with make_pipeline_function_mode(placement.plan, placement.device):
                 enable(device=placement.device)
 
@@ -255,29 +253,6 @@ class Portable(VendorAliases):
 def _create(kind: Any) -> Any:
     """Return a pipeline without attributes, which `__setstate__` sets."""
     return make_portable(kind.__new__(kind))
-
-
-def _placement_of(pipe: Any) -> Placement:
-    """Return a pipeline's placement; if it has none, create one for its current device and dtype."""
-    placement, offload_device = find_placement(pipe), find_offload_device(pipe)
-    if placement is not None:
-        is_current = placement.has_manager == bool(offload_device) and offload_device in (None, placement.device)
-        if placement.running or is_current:
-            return placement
-        drop_placement(pipe)  # offloading by a components manager was enabled or disabled since
-    device, dtype = getattr(pipe, "device", torch.device("cpu")), getattr(pipe, "dtype", torch.float32)
-    device = offload_device or device
-    placement_options = find_options(pipe)
-    opened = resolve_device(device, placement_options)
-    name = str(dtype).removeprefix("torch.")
-    plan = plan_pipeline(
-        pipe, opened, replace(placement_options, dtype=name), Decision(name, "the dtype of the loaded weights")
-    )
-    placement = Placement(opened, device, plan, placement_options)
-    if offload_device:
-        placement.residence, placement.offloaded_by_user, placement.has_manager = "component", True, True
-    attach_placement(pipe, placement)
-    return placement
 
 
 def make_portable(pipe: Any) -> Any:
@@ -361,13 +336,13 @@ def _wrap_call(kind: Any) -> Any:
     @functools.wraps(kind.__call__)
     def portable_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # kind.__call__ is looked up at every call because users and tests patch it.
-        return run_call(self, _placement_of(self), kind.__call__, args, kwargs)
+        return run_call(self, require_placement(self), kind.__call__, args, kwargs)
 
     if hasattr(kind.__call__, "__wrapped__"):
         # The function without `torch.no_grad`, which training methods such as DRaFT call.
         @functools.wraps(kind.__call__.__wrapped__)
         def call_with_gradients(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return run_call(self, _placement_of(self), kind.__call__.__wrapped__, args, kwargs)
+            return run_call(self, require_placement(self), kind.__call__.__wrapped__, args, kwargs)
 
         portable_call.__wrapped__ = call_with_gradients
     return portable_call

@@ -14,7 +14,7 @@ from anyaccel.recipes import recipes
 from anyaccel.recipes.parts.language_models import qwen_3
 from anyaccel.server.http.errors import ApiError
 from anyaccel.server.http.image_request import EditRequest, ImageRequest, make_job_spec
-from anyaccel.server.http.input_files import check_inputs
+from anyaccel.server.http.input_files import check_input_files
 from anyaccel.server.settings import ServedName, ServerLimits, ServerSettings
 from anyaccel.server.worker.denoise_progress import StepObserver
 from anyaccel.server.worker.job_inputs import read_inputs
@@ -120,7 +120,7 @@ def test_an_ip_adapter(tmp_path: Path) -> None:
     assert not differs(images[0], images[2])
     assert differs(images[0], images[1])
     with pytest.raises(ApiError, match="requires the input ip_adapter_image"):
-        check_inputs({}, facts, "generate")
+        check_input_files({}, facts, "generate")
 
 
 def test_a_controlnet(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_controlnet(tmp_path: Path) -> None:
     assert not differs(images[0], images[2])
     assert differs(images[0], images[1])
     with pytest.raises(ApiError, match="requires the input control_image"):
-        check_inputs({}, facts, "generate")
+        check_input_files({}, facts, "generate")
 
 
 def test_the_default_speed_and_the_levels_of_requests(folder: Path) -> None:

@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from anyaccel.server.http.audio_request import AudioRequest, SpeechRequest, make_audio_spec
 from anyaccel.server.http.errors import ApiError, describe_invalid
 from anyaccel.server.http.images_api import check_done
-from anyaccel.server.http.input_files import check_inputs
+from anyaccel.server.http.input_files import check_input_files
 from anyaccel.server.http.responses import FILE_HEADERS, find_media_type
 from anyaccel.server.http.service import ClientGoneError, Service, ServiceOf
 from anyaccel.server.jobs.store import Job
@@ -76,7 +76,7 @@ async def begin_audio_job(
     service.check_ready()
     models = service.models
     spec = make_audio_spec(body, "generate", models, service.settings.limits)
-    check_inputs(inputs or {}, models[spec.model], "generate")
+    check_input_files(inputs or {}, models[spec.model], "generate")
     return await service.accept(request, spec, body, inputs or {})
 
 

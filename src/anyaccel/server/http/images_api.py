@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from anyaccel.server.http.errors import NO_RETRY, ApiError, describe_failure
 from anyaccel.server.http.generation_request import read_form_fields
 from anyaccel.server.http.image_request import FILE_FIELDS, EditRequest, ImageRequest, describe_form, make_job_spec
-from anyaccel.server.http.input_files import check_images, check_inputs, read_form
+from anyaccel.server.http.input_files import check_images, check_input_files, read_form
 from anyaccel.server.http.responses import KEEP_ALIVE, describe_images, describe_model, make_event, write_event
 from anyaccel.server.http.service import ClientGoneError, Service, ServiceOf
 from anyaccel.server.jobs.store import Job
@@ -115,7 +115,7 @@ async def begin_image_job(
         task = "inpaint" if "mask_image" in inputs else "edit"
     size = await check_images(inputs, limits)
     spec = make_job_spec(body, task, service.models, limits, size, from_form=from_form)
-    check_inputs(inputs, service.models[spec.model], task)
+    check_input_files(inputs, service.models[spec.model], task)
     return await service.accept(request, spec, body, inputs)
 
 

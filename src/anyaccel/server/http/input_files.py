@@ -19,7 +19,7 @@ from anyaccel.server.settings import ServerLimits
 from anyaccel.server.worker.job_spec import Task
 from anyaccel.server.worker.messages import ModelFacts
 
-__all__ = ["Form", "check_image", "check_images", "check_inputs", "decode_data_url", "name_inputs", "read_form"]
+__all__ = ["Form", "check_image", "check_images", "check_input_files", "decode_data_url", "name_inputs", "read_form"]
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
 _MAX_FIELDS = 80
@@ -120,7 +120,7 @@ def check_image(content: bytes, name: str, limits: ServerLimits) -> tuple[int, i
     return width, height
 
 
-def check_inputs(inputs: Mapping[str, list[bytes]], facts: ModelFacts, task: Task) -> None:
+def check_input_files(inputs: Mapping[str, list[bytes]], facts: ModelFacts, task: Task) -> None:
     """Raise `ApiError` if the model does not accept one of the inputs."""
     accepted = facts.inputs.get(task, ())
     for name, contents in inputs.items():

@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from anyaccel.errors import UsageError
 from anyaccel.server.http.errors import NO_RETRY, ApiError, describe_failure, describe_invalid
 from anyaccel.server.http.generation_request import check_text, read_form_fields
-from anyaccel.server.http.input_files import Form, check_images, check_inputs, decode_data_url, read_form
+from anyaccel.server.http.input_files import Form, check_images, check_input_files, decode_data_url, read_form
 from anyaccel.server.http.responses import FILE_HEADERS, find_media_type
 from anyaccel.server.http.service import Service, ServiceOf
 from anyaccel.server.http.video_request import FILE_FIELDS, VideoRequest, describe_form, make_video_spec
@@ -166,7 +166,7 @@ async def begin_video_job(
     size = await check_images(inputs, limits)
     task: Task = "edit" if inputs else "generate"
     spec = make_video_spec(body, task, service.models, limits, size, from_form=from_form)
-    check_inputs(inputs, service.models[spec.model], task)
+    check_input_files(inputs, service.models[spec.model], task)
     return await service.accept(request, spec, body, inputs)
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from anyaccel.errors import UsageError
+from anyaccel.server.jobs.database import open_database
 from anyaccel.storage.atomic_write import atomic_write
 from anyaccel.storage.file_lock import lock_file
 
@@ -32,7 +33,6 @@ __all__ = ["ENDED", "Job", "JobStore", "KeyTakenError", "QueueFullError", "State
 State: TypeAlias = Literal["queued", "running", "done", "failed", "cancelled"]
 ENDED: tuple[State, ...] = ("done", "failed", "cancelled")
 _ID = re.compile(r"job_[0-9a-f]{32}")
-_VERSION = 1
 # A job runs again once if its worker or the service dies. A second death fails it: the job may be the cause.
 _MAX_ATTEMPTS = 2
 _DIED = {
@@ -40,17 +40,6 @@ _DIED = {
     "message": "the worker or the service died twice while running this job",
     "status": 500,
 }
-# Databases of version 0.1 use the same schema, so the columns keep their names. `asked` is `Job.request_digest`;
-# `bytes` is the size of the result files and the request.
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS jobs (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, lane TEXT NOT NULL, key TEXT, state TEXT NOT NULL, request TEXT NOT NULL,
-    asked TEXT NOT NULL, created REAL NOT NULL, started REAL, ended REAL, attempts INTEGER NOT NULL DEFAULT 0,
-    cancelling INTEGER NOT NULL DEFAULT 0, error TEXT, result TEXT, bytes INTEGER NOT NULL DEFAULT 0,
-    UNIQUE (owner, key)
-);
-CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, created);
-"""
 
 
 class QueueFullError(Exception):
@@ -107,7 +96,7 @@ class JobStore:
             folder / "lock", f"another service is using {folder}", "give each service its own --data folder"
         )
         try:
-            self._database = _open_database(folder / "jobs.sqlite")
+            self._database = open_database(folder / "jobs.sqlite")
         except BaseException:
             self._file_lock.close()
             raise
@@ -417,43 +406,6 @@ class JobStore:
                 f"unknown job {job_id!r:.60}", hint="list the jobs with GET /v1/jobs; the job may have expired"
             )
         return job
-
-
-def _open_database(file: Path) -> sqlite3.Connection:
-    """Open or create the job database.
-
-    Raises `UsageError`, without changing the file, if it is corrupted or was written by another
-    version.
-    """
-    file.touch(mode=0o600)  # prompts are private
-    database = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=30)
-    try:
-        database.row_factory = sqlite3.Row
-        database.execute("PRAGMA journal_mode=WAL")
-        # FULL, because WAL's usual NORMAL can lose the last commits in a power failure, and those jobs were accepted.
-        database.execute("PRAGMA synchronous=FULL")
-        version, tables = (
-            database.execute(query).fetchone()[0]
-            for query in ("PRAGMA user_version", "SELECT COUNT(*) FROM sqlite_master")
-        )
-        if tables and version != _VERSION:
-            raise UsageError(
-                f"{file} has format version {version}, but this version of anyaccel supports only {_VERSION}",
-                hint="pass a different folder to --data, or move the file to another folder",
-            )
-        database.executescript(_SCHEMA)
-        database.execute(f"PRAGMA user_version = {_VERSION}")
-    except sqlite3.DatabaseError as error:
-        database.close()
-        raise UsageError(
-            f"cannot read {file}: {error}",
-            hint="pass a different folder to --data, or move the file; the images are in the folder `results` next "
-            "to it",
-        ) from error
-    except UsageError:
-        database.close()
-        raise
-    return database
 
 
 def _read_job(row: sqlite3.Row) -> Job:
