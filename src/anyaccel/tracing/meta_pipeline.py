@@ -97,7 +97,7 @@ def _crop_checked_images(pipe: Any) -> None:
 
     The images of a trace contain only zeros. Converting a large one to a PIL image takes a second.
     """
-    processor = getattr(pipe, "image_processor", None)
+    processor: Any = getattr(pipe, "image_processor", None)
     if getattr(pipe, "safety_checker", None) is not None and hasattr(processor, "numpy_to_pil"):
         convert: Callable[..., Any] = processor.numpy_to_pil
         processor.numpy_to_pil = lambda images: convert(images[..., :_CORNER, :_CORNER, :])
