@@ -11,7 +11,7 @@ import typer
 from anyaccel.call_limits import check_batch, check_frames, parse_image_size
 from anyaccel.cli.completion import complete_device, complete_memory
 from anyaccel.cli.progress import Display
-from anyaccel.cli.shared_options import AsJson, Dtype, ImageSize, Weights
+from anyaccel.cli.shared_options import AsJson, Dtype, ImageSize, Steps, Weights
 from anyaccel.processes.gc_control import gc_paused, ignore_existing_objects
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def explain_model(
     frames: Frames = None,
     fps: Fps = None,
     seconds: Seconds = None,
+    steps: Steps = None,
     batch: Annotated[int, typer.Option("--batch", "-n", help="Number of images per call.")] = 1,
     dtype: Dtype = None,
     smallest_dtype: SmallestDtype = None,
@@ -109,6 +110,7 @@ def explain_model(
                 frames=frames,
                 fps=fps,
                 seconds=seconds,
+                steps=steps,
                 batch=batch,
                 dtype=dtype,
                 revision=revision,

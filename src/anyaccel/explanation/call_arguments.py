@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from anyaccel.runtime.call_parameters import read_call_parameters
@@ -18,6 +18,7 @@ __all__ = [
     "find_default_size",
     "find_frames_argument",
     "find_sampling_rate",
+    "find_steps",
     "make_call",
 ]
 
@@ -50,11 +51,13 @@ class RequestedSize:
     fps: float | None = None
     seconds: float | None = None
     """Duration of audio, or of a video instead of its number of frames."""
+    steps: int | None = None
+    """Number of denoising steps, for the time estimate."""
 
     @property
     def is_default(self) -> bool:
         """Whether no size was requested."""
-        return self == RequestedSize()
+        return replace(self, steps=None) == RequestedSize()
 
     def assign(self, pipe: Any, pipeline: str) -> CallSize:
         """Return the size of the call, without its width and height, for a pipeline."""
@@ -72,7 +75,7 @@ class CallSize:
     """Width and height."""
     frames: int | None = None
     arguments: tuple[tuple[str, Any], ...] = ()
-    """Arguments for the frame rate and the duration."""
+    """Other arguments of the call, such as the frame rate and the duration."""
     short: bool = False
     """Whether prompts and audio have the recipe's length instead of the pipeline's default."""
 
@@ -91,6 +94,13 @@ def accepts_size(pipe: Any) -> bool:
 def find_frames_argument(pipe: Any) -> str | None:
     """Return the name of a pipeline's argument for the number of frames, or None if it has none."""
     return find_frame_parameter(read_call_parameters(pipe))
+
+
+def find_steps(pipe: Any, requested: int | None) -> int | None:
+    """Return the requested number of denoising steps or the pipeline's default, or None if it has none."""
+    parameter = read_call_parameters(pipe).get("num_inference_steps")
+    default = getattr(parameter, "default", None)
+    return requested or (default if isinstance(default, int) else None)
 
 
 def find_default_size(pipe: Any) -> tuple[int, int] | None:
@@ -135,7 +145,6 @@ def make_call(full: FullSizePipeline, size: CallSize, images: int) -> dict[str, 
         arguments |= {"width": size.size[0], "height": size.size[1]}
     if size.frames is not None and frames_argument is not None:
         arguments[frames_argument] = size.frames
-    arguments |= dict(size.arguments)
     per_prompt = next((name for name in parameters if name.startswith("num_") and name.endswith("_per_prompt")), None)
     if per_prompt is not None:
         arguments[per_prompt] = images
@@ -143,7 +152,7 @@ def make_call(full: FullSizePipeline, size: CallSize, images: int) -> dict[str, 
         arguments["batch_size"] = images
     elif isinstance(call.get("prompt"), str):
         arguments["prompt"] = [call["prompt"]] * images
-    return call | {name: value for name, value in arguments.items() if name in parameters}
+    return call | {name: value for name, value in arguments.items() if name in parameters} | dict(size.arguments)
 
 
 def _resize(value: Any, size: CallSize, pipe: Any) -> Any:

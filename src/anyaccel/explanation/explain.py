@@ -9,11 +9,9 @@ from typing import Any
 import torch
 
 from anyaccel.backends.device_functions import dtype_name
-from anyaccel.call_limits import check_batch, check_side
+from anyaccel.call_limits import check_batch, check_side, check_steps
 from anyaccel.errors import ModelError, UsageError
-from anyaccel.explanation.call_arguments import (
-    RequestedSize,
-)
+from anyaccel.explanation.call_arguments import CallSize, RequestedSize
 from anyaccel.explanation.device_argument import DeviceTarget, find_device_target
 from anyaccel.explanation.memory_estimate import MemoryEstimate
 from anyaccel.explanation.model_configs import find_model
@@ -22,6 +20,8 @@ from anyaccel.library_logging import quiet_libraries
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import find_smaller_dtype
 from anyaccel.planning.facts import ComponentFacts, PipelineFacts
+from anyaccel.planning.footprint import Footprint
+from anyaccel.planning.memory import PLAIN
 from anyaccel.planning.options import PlacementOptions, check_residence, read_options
 from anyaccel.planning.plan import Plan, make_plan
 from anyaccel.runtime.durations import check_duration
@@ -29,7 +29,7 @@ from anyaccel.tracing.meta_autocast import accept_meta_autocast
 from anyaccel.tracing.model_folder import ModelFolder, find_recipe
 from anyaccel.upstream.torch_internals import assume_all_nonzero
 
-__all__ = ["explain"]
+__all__ = ["explain", "trace_call"]
 
 
 def explain(
@@ -41,6 +41,7 @@ def explain(
     frames: int | None = None,
     fps: float | None = None,
     seconds: float | None = None,
+    steps: int | None = None,
     batch: int = 1,
     dtype: str | torch.dtype | None = None,
     revision: str | None = None,
@@ -49,9 +50,9 @@ def explain(
     """Return the plan for a model on a device, with the memory use in `plan.forecast`.
 
     Neither the weights nor the device has to be on this machine. The size and the number of frames default to those of
-    the pipeline. `seconds` is the duration of audio, or that of a video instead of `frames`; `fps` is its frame rate.
-    `device` is a name, a product, or a name with a memory size: `hpu`, `rtx4090`, `mps:16GiB`. Additional keyword
-    arguments are the same as for `anyaccel.place`.
+    the pipeline, and so does the number of `steps`, which changes only the estimated time. `seconds` is the duration of
+    audio, or that of a video instead of `frames`; `fps` is its frame rate. `device` is a name, a product, or a name
+    with a memory size: `hpu`, `rtx4090`, `mps:16GiB`. Additional keyword arguments are those of `anyaccel.place`.
     """
     _check_is_name(model)
     batch = check_batch(batch)
@@ -60,7 +61,7 @@ def explain(
     )
     durations = {"frames": frames, "fps": fps, "seconds": seconds}
     checked = {name: value if value is None else check_duration(name, value) for name, value in durations.items()}
-    call_size = RequestedSize(width, height, **checked)
+    call_size = RequestedSize(width, height, **checked, steps=steps if steps is None else check_steps(steps))
     dtypes = {"dtype": dtype, "smallest_dtype": options.pop("smallest_dtype", None)}
     dtype_options = {name: dtype_name(value) for name, value in dtypes.items() if value is not None}
     requested = read_options({**options, **dtype_options})
@@ -71,6 +72,16 @@ def explain(
     # Libraries log training advice when models are built from configs and run once.
     with quiet_libraries(everything=True), accept_meta_autocast(), assume_all_nonzero():
         return _explain(folder, target, requested, call_size, batch)
+
+
+def trace_call(model: str, device: str, size: CallSize) -> Footprint:
+    """Return the footprint of one call of a model, traced with its weights on the device."""
+    target, options = find_device_target(device), PlacementOptions(memory="resident")
+    folder = find_model(model)
+    with quiet_libraries(everything=True), accept_meta_autocast(), assume_all_nonzero():
+        plan = _plan_without_size(folder, target, options)
+        estimate = MemoryEstimate(folder, target, plan, options, RequestedSize(), size)
+        return estimate.measure(size)(PLAIN, 1)
 
 
 def _check_is_name(model: Any) -> None:

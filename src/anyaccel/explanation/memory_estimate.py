@@ -21,6 +21,7 @@ from anyaccel.explanation.call_arguments import (
     find_default_size,
     find_frames_argument,
     find_sampling_rate,
+    find_steps,
     make_call,
 )
 from anyaccel.explanation.device_argument import DeviceTarget
@@ -45,6 +46,7 @@ from anyaccel.planning.memory import (
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.planning.plan import Plan, without_rank_local_choices
 from anyaccel.planning.speedups import choose_compile_policy
+from anyaccel.planning.time_estimate import TimeEstimate, estimate_time
 from anyaccel.planning.weight_formats import choose_weights
 from anyaccel.planning.weight_kernels import choose_dequantized
 from anyaccel.runtime.call.validation import find_size_multiple
@@ -147,6 +149,7 @@ class MemoryEstimate:
             not_included=tuple(missing.name for missing in not_included),
             largest_batch=find_largest_batch(sharded, rule, capacity) if rule else 0,
             largest_size=self._find_largest_size(capacity, fits=rule is not None),
+            time=self._estimate_time(measure, rule, batch),
             limits=limits,
             loading=self._forecast_loading(forecast, rule),
             notes=(
@@ -171,6 +174,16 @@ class MemoryEstimate:
         if output.kind == "video":
             return output.frames / fps if output.frames and fps else None
         return output.samples / rate if output.samples and rate else None
+
+    def _estimate_time(self, measure: Measurement, rule: MemoryRule | None, batch: int) -> TimeEstimate | None:
+        """Return the estimated time of a call, or None if weights are moved, split or quantized."""
+        steps, product = find_steps(self.full.pipe, self.requested.steps), self.target.product
+        if rule is None or rule.residence != "resident" or steps is None or product is None:
+            return None
+        if self.plan.weights.value or self.plan.parallel.value is not None:
+            return None
+        footprint = measure(rule.savings, batch, rule.images_per_call)
+        return estimate_time(footprint, steps, self.target.sheet.product(product), self.plan.dtype.value)
 
     def with_weights(self, weights: str) -> MemoryEstimate:
         """Return the estimate for a format of quantized weights."""

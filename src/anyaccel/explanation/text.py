@@ -10,6 +10,7 @@ from anyaccel.planning.loading_memory import LoadingForecast
 from anyaccel.planning.memory import Forecast
 from anyaccel.planning.plan import Plan
 from anyaccel.planning.plan_text import describe_decisions, split_by_default
+from anyaccel.planning.time_estimate import LARGEST_RATIO, SMALLEST_RATIO, UTILIZATION, TimeEstimate
 from anyaccel.units import readable
 
 __all__ = ["describe_explanation"]
@@ -46,6 +47,8 @@ def describe_explanation(plan: Plan, model: str, width: int = 100, *, download_b
         peak = readable(forecast.recorded_peak_bytes)
         fits = forecast.recorded_peak_bytes <= forecast.capacity_bytes
         lines.append(f"peak with captured graphs: {peak}" + ("" if fits else ", does not fit, so no graph is captured"))
+    if forecast.time:
+        lines += _wrap(_describe_time(forecast.time, forecast), width, "")
     lines += [*_describe_largest(plan, forecast), *_describe_quantization(plan, forecast)]
     changed, unchanged = split_by_default(plan)
     if not forecast.fits:
@@ -103,6 +106,16 @@ def _describe_loading(loading: LoadingForecast) -> str:
     if loading.allocated_bytes == 0:
         return f"host memory for loading: {total}{where}, mapped from the files"
     return f"host memory for loading: {total}{where}, {allocated} of it allocated"
+
+
+def _describe_time(time: TimeEstimate, forecast: Forecast) -> str:
+    result = {"image": "image", "video": "video", "audio": "audio clip"}[forecast.kind]
+    calls = f"{forecast.images} {result}s" if forecast.images != 1 else f"one {result}"
+    return (
+        f"estimated time for {calls}: {time.seconds:.2g} s with {time.steps} steps, without compilation, from "
+        f"{time.flops / 1e12:.3g} TFLOP and {UTILIZATION:.0%} of the published {time.product_flops / 1e12:.0f} TFLOPS; "
+        f"on an H200, measured times are {SMALLEST_RATIO:.2g} to {LARGEST_RATIO:.2g} times as long as estimated"
+    )
 
 
 def _describe_largest(plan: Plan, forecast: Forecast) -> Iterator[str]:

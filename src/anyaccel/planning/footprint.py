@@ -44,6 +44,8 @@ class ModelCall:
     # Weights are counted separately: the same trace serves every residence (see `predict`).
     held_bytes: int
     """Peak bytes of activations and of the tensors that the pipeline holds; without weights."""
+    flops: float = 0.0
+    """Floating-point operations of matrix products, convolutions and attention."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from anyaccel.planning.footprint import PHASES, Footprint, Measure, MemorySaving
 from anyaccel.planning.limit_hits import LimitHit
 from anyaccel.planning.loading_memory import LoadingForecast
 from anyaccel.planning.options import PlacementOptions
+from anyaccel.planning.time_estimate import TimeEstimate
 from anyaccel.units import readable
 
 __all__ = [
@@ -114,6 +115,8 @@ class Forecast:
     largest_size: tuple[int, int] | None = None
     """The largest single image of the same aspect ratio that fits with any rule; None if it was not computed."""
 
+    time: TimeEstimate | None = None
+    """The estimated time of a call; None if the device's throughput is unknown, or if weights move during the call."""
     limits: tuple[LimitHit, ...] = ()
     """The limits of the device that the model runs into at this size."""
     offers: tuple[QuantizationOption, ...] = ()
@@ -140,6 +143,7 @@ class Forecast:
             "not_included": list(self.not_included),
             "largest_batch": self.largest_batch,
             "largest_size": list(self.largest_size) if self.largest_size else None,
+            "time_estimate": self.time.to_dict() if self.time else None,
             "limits": [asdict(limit) for limit in self.limits],
             "offers": [asdict(offer) for offer in self.offers],
             "notes": list(self.notes),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
 
 from anyaccel.planning.attention import UNCHANGED_ATTENTION, AttentionRule
 from anyaccel.planning.kernel_workspace import Workspace
@@ -33,6 +34,8 @@ class AllocationTracker(TorchDispatchMode):
         self._attention = _AttentionMode(self, attention)
         self._paused = False
         self.trace_facts = TraceFacts()
+        self.flops = 0.0
+        """Floating-point operations of matrix products, convolutions and attention on `meta` tensors."""
         self.model = ""
         """Name of the model that is running."""
 
@@ -49,6 +52,9 @@ class AllocationTracker(TorchDispatchMode):
         result = substitute(*args, **kwargs) if substitute and replaced else _run_once(func, args, kwargs)
         if self._paused:
             return result
+        count_flops = flop_registry.get(func.overloadpacket)
+        if count_flops is not None and isinstance(result, torch.Tensor) and result.is_meta:
+            self.flops += count_flops(*args, **kwargs, out_val=result)
         for output in result if isinstance(result, list | tuple) else (result,):
             if isinstance(output, torch.Tensor):
                 self.add(output)
@@ -156,6 +162,8 @@ class _AttentionMode(TorchFunctionMode):
         workspace = self.tracker.workspace
         shapes = tuple(query.shape), tuple(key.shape), value.shape[-1]
         scores = query.numel() // query.shape[-1] * key.shape[-2]
+        # Two products: of queries and keys, and of scores and values.
+        self.tracker.flops += 2.0 * scores * (query.shape[-1] + value.shape[-1])
         facts, model = self.tracker.trace_facts, self.tracker.model
         facts.max_scores = max(facts.max_scores, scores)
         facts.score_bytes = max(facts.score_bytes, scores * query.element_size())

@@ -133,7 +133,7 @@ class Measurement:
             if record.component in self.denoisers or (first <= position <= last and record.method != "decode"):
                 phase = "denoise"
             held = max(record.held_bytes, between[position], between[position + 1])
-            calls.append(ModelCall(record.component, phase, held))
+            calls.append(ModelCall(record.component, phase, held, record.flops))
         return tuple(calls)
 
 

@@ -35,6 +35,8 @@ class ModelCallRecord:
     """`forward`, `encode`, `decode`."""
     held_bytes: int
     """Peak memory during the call, without weights, including what the pipeline holds."""
+    flops: float = 0.0
+    """Floating-point operations of matrix products, convolutions and attention."""
 
 
 class PipelineTrace:
@@ -54,9 +56,9 @@ class PipelineTrace:
         self._weights: list[torch.Tensor] = []
         """Weights of the traced pipeline."""
         self._outputs: dict[str, torch.Tensor] = {}
-        # Result and peak above the memory in use, by setting, model, method and input layouts. Denoisers run with the
-        # same layouts at every step, so only one step is traced.
-        self._cache: dict[Any, tuple[Any, int]] = {}
+        # Result, peak above the memory in use and floating-point operations, by setting, model, method and input
+        # layouts. Denoisers run with the same layouts at every step, so only one step is traced.
+        self._cache: dict[Any, tuple[Any, int, float]] = {}
 
     @property
     def trace_facts(self) -> TraceFacts:
@@ -109,17 +111,17 @@ class PipelineTrace:
                 result = map_tensors(result, functools.partial(_widen, widths=self.not_included[name]))
             return map_tensors(result, functools.partial(self._to_cpu, replaces_another=False))
         self.between.append(tracker.take_peak())
-        before = tracker.used
+        before, flops = tracker.used, tracker.flops
         key = (self._setting, name, method, _read_layouts((args, kwargs)))
         cached = self._cache.get(key)
         # The cached peak is relative to the memory in use, because the pipeline may hold more at the next call.
         if cached is None:
             result = call(*map_tensors(args, self._to_meta), **map_tensors(kwargs, self._to_meta))
             peak = tracker.take_peak()
-            self._cache[key] = (map_tensors(result, self._to_meta), peak - before)
+            self._cache[key] = (map_tensors(result, self._to_meta), peak - before, tracker.flops - flops)
         else:
             result, peak = cached[0], before + cached[1]
-        self.model_calls.append(ModelCallRecord(name, method, peak))
+        self.model_calls.append(ModelCallRecord(name, method, peak, self._cache[key][2]))
         output = map_tensors(result, self._to_cpu)
         self._keep_output(name, first_floating(output))
         return output
@@ -142,13 +144,14 @@ class PipelineTrace:
         key = (self._setting, name, _read_layouts((args, kwargs)))
         cached = self._cache.get(key)
         if cached is None:
-            before = [[_weak(item) for item in items] for items in lists]
+            before, flops = [[_weak(item) for item in items] for items in lists], self._tracker.flops
             result, above = self._tracker.measure_peak(lambda: call(*args, **kwargs))
             changes = [self._read_changes(old, items) for old, items in zip(before, lists, strict=True)]
-            self._cache[key] = ((map_tensors(result, self._to_meta), changes), above)
+            self._cache[key] = ((map_tensors(result, self._to_meta), changes), above, self._tracker.flops - flops)
             return result
-        (result, changes), above = cached
+        (result, changes), above, flops = cached
         self._tracker.count_transient(above)
+        self._tracker.flops += flops
         for items, changed in zip(lists, changes, strict=True):
             _apply_changes(items, changed)
         return map_tensors(result, torch.empty_like)

@@ -1,0 +1,84 @@
+"""Time estimates: counted operations, scaling with steps and throughput, and the cases without an estimate."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import anyaccel
+from anyaccel.explanation.call_arguments import CallSize
+from anyaccel.explanation.explain import trace_call
+from anyaccel.explanation.text import describe_explanation
+from anyaccel.planning import time_estimate
+from anyaccel.planning.time_estimate import TimeEstimate, count_flops
+from anyaccel.recipes import recipes
+from tests.conftest import ROOT
+
+RESULT = ROOT / "benchmarks" / "results" / "time_estimate_cuda.json"
+
+
+def estimate(device: str, **arguments: object) -> TimeEstimate | None:
+    plan = anyaccel.explain("embedded", device, **arguments)  # type: ignore[arg-type]
+    assert plan.forecast is not None
+    return plan.forecast.time
+
+
+def test_operations_are_those_of_a_real_call(tmp_path: Path) -> None:
+    recipe = recipes()["stable-diffusion"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pipe = recipe.make()
+        pipe.save_pretrained(tmp_path)  # type: ignore[attr-defined]
+        call = {**recipe.call(), "num_inference_steps": 2, "guidance_scale": 5.0, "output_type": "pt"}
+        pipe.set_progress_bar_config(disable=True)  # type: ignore[attr-defined]
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+            pipe(**call)  # type: ignore[operator]
+    size = CallSize((call["width"], call["height"]), arguments=(("guidance_scale", 5.0),))
+    assert count_flops(trace_call(str(tmp_path), "h200", size), 2) == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_time_scales_with_steps_and_throughput() -> None:
+    few, many = estimate("h200", steps=10), estimate("h200", steps=100)
+    assert few is not None
+    assert many is not None
+    assert (few.steps, many.steps) == (10, 100)
+    assert 5 < many.seconds / few.seconds < 10, "the text encoder and the decoder run once"
+    other = estimate("rtx4090", steps=10)
+    assert other is not None
+    assert other.seconds / few.seconds == pytest.approx(989.5 / 165.15, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("device", "arguments"),
+    [
+        ("rtx4090-laptop", {}),  # no published throughput
+        ("cuda:24GiB", {}),  # no product
+        ("h200", {"dtype": "float32"}),
+        ("h200", {"memory": "component"}),  # the time of moving the weights is not modeled
+    ],
+)
+def test_without_figures_there_is_no_estimate(device: str, arguments: dict[str, str]) -> None:
+    assert estimate(device, **arguments) is None
+
+
+def test_estimate_is_marked_with_its_error() -> None:
+    plan = anyaccel.explain("embedded", "rtx4090", steps=20)
+    text = " ".join(describe_explanation(plan, "embedded"))
+    assert "estimated time for one image: " in text
+    assert "with 20 steps" in text
+    assert "on an H200, measured times are 0.62 to 4.8 times as long as estimated" in " ".join(text.split())
+    assert plan.forecast is not None
+    as_json = plan.forecast.to_dict()["time_estimate"]
+    assert as_json["least_s"] < as_json["seconds"] < as_json["most_s"]
+
+
+def test_constants_are_those_of_the_benchmark() -> None:
+    result = json.loads(RESULT.read_text())
+    assert result["utilization"] == time_estimate.UTILIZATION
+    ratios = result["measured_over_estimated"]
+    assert (ratios["least"], ratios["most"]) == (time_estimate.SMALLEST_RATIO, time_estimate.LARGEST_RATIO)
+    assert len(result["rows"]) >= 8
