@@ -84,21 +84,18 @@ def explain_model(
 ) -> None:
     """Report whether a model fits on a device and how it would run.
 
-    Only config files are read; neither the weights nor the device is required. The config files of a
-    Hub model are downloaded. The exit status is 1 if the model does not fit.
+    Only config files are read; neither the weights nor the device is required. Those of a Hub model are downloaded.
+    The exit status is 1 if the model does not fit.
     """
     width, height = (None, None) if size is None else parse_image_size(size)
-    check_batch(batch, hint="for example --batch 1")
-    if frames is not None:
-        check_frames(frames, hint="for example --frames 81")
+    _check_counts(batch, frames)
     display = Display()
     display.start_phase(f"Explaining {model}")
     try:
-        # Otherwise garbage collection takes a fifth of the import time.
-        with gc_paused():
+        with gc_paused():  # garbage collection takes a fifth of the import time
             from anyaccel.upstream.lazy_dynamo import import_dynamo_lazily
 
-            import_dynamo_lazily()  # nothing is compiled in this process
+            import_dynamo_lazily()  # nothing is compiled
             from anyaccel.explanation.explain import explain
             from anyaccel.explanation.model_configs import find_model
 
@@ -127,6 +124,12 @@ def explain_model(
     ignore_existing_objects()  # skips the last garbage collection, at exit
     if not plan.forecast.fits:
         raise typer.Exit(1)
+
+
+def _check_counts(batch: int, frames: int | None) -> None:
+    check_batch(batch, hint="for example --batch 1")
+    if frames is not None:
+        check_frames(frames, hint="for example --frames 81")
 
 
 def _print_explanation(plan: Plan, model: str, download_bytes: int | None, *, as_json: bool) -> None:

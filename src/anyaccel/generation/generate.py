@@ -17,7 +17,7 @@ from anyaccel.generation.image import GeneratedImage, generate_image
 from anyaccel.generation.image_format import encode_image
 from anyaccel.generation.media_format import encode_media
 from anyaccel.generation.metadata import ImageMetadata
-from anyaccel.generation.model_loading import LOCK, check_device, load_model
+from anyaccel.generation.model_loading import LOCK, load_model, open_requested_device
 from anyaccel.generation.output_files import file_exists_error, read_destination
 from anyaccel.generation.request import make_request
 from anyaccel.generation.request_check import check_request
@@ -193,7 +193,7 @@ def generate(
     )
     # One call at a time: a second thread could otherwise replace the cached model during this call.
     with LOCK:
-        check_device(request)
+        request = open_requested_device(request)
         check_request(request)
         loaded = load_model(request)
         generated = [generate_image(loaded, text, image_seed, request.call) for text, image_seed in request.images]

@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from anyaccel.generation.request import GenerationRequest
     from anyaccel.progress import ProgressListener
 
-__all__ = ["LOCK", "LoadedModel", "change_additions", "check_device", "load_model", "load_uncached", "release_model"]
+__all__ = [
+    "LOCK",
+    "LoadedModel",
+    "change_additions",
+    "load_model",
+    "load_uncached",
+    "open_requested_device",
+    "release_model",
+]
 
 # Held while the cached model is replaced or generates images.
 LOCK = threading.RLock()
@@ -53,10 +61,10 @@ class LoadedModel:
 _CACHE: dict[tuple[object, ...], LoadedModel] = {}
 
 
-def check_device(request: GenerationRequest) -> None:
-    """Raise an error if the device of a request is not available."""
+def open_requested_device(request: GenerationRequest) -> GenerationRequest:
+    """Return a request with its device opened; raise an error if the device is not available."""
     # Before the pipeline class is read, because that imports diffusers, which takes seconds.
-    resolve_device(request.device, PlacementOptions(dtype=request.dtype))
+    return replace(request, device=resolve_device(request.device, PlacementOptions(dtype=request.dtype)))
 
 
 def load_model(request: GenerationRequest, listener: ProgressListener | None = None) -> LoadedModel:

@@ -21,6 +21,8 @@ from anyaccel.runtime.durations import DURATION_OPTIONS, check_duration
 if TYPE_CHECKING:
     import torch
 
+    from anyaccel.backends.device import OpenDevice
+
 __all__ = ["GenerationRequest", "make_request"]
 
 _PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
@@ -45,7 +47,7 @@ class GenerationRequest:
     """Further arguments of every pipeline call, with `frames`, `fps`, `seconds` and the inputs under general names."""
     additions: Additions = field(default_factory=Additions)
     """LoRAs, IP-Adapters, ControlNets and the scheduler."""
-    device: str | int | torch.device = "auto"
+    device: str | int | torch.device | OpenDevice = "auto"
     dtype: str | None = None
     """None for the preferred dtype of the device."""
     speed: str = "exact"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -123,8 +123,7 @@ class GenerateRun(ProgressListener):
 
             tasks = make_tasks(options, prompts, originals)
             if not options.explain:
-                for task in tasks:
-                    self._check(task)
+                tasks = [self._check(task) for task in tasks]
         for task in tasks:
             loaded = self._load(task)
             if options.explain:
@@ -136,17 +135,20 @@ class GenerateRun(ProgressListener):
             with self.interruption.after_file():
                 self._write_contact_sheet()
 
-    def _check(self, task: GenerateTask) -> None:
-        """Raise an error if the pipeline cannot run the task, or if its result cannot be written."""
+    def _check(self, task: GenerateTask) -> GenerateTask:
+        """Return the task with its device opened.
+
+        Raise an error if the pipeline cannot run the task, or if its result cannot be written.
+        """
         from anyaccel.generation.media_format import check_output
-        from anyaccel.generation.model_loading import check_device
+        from anyaccel.generation.model_loading import open_requested_device
         from anyaccel.generation.request_check import check_request
         from anyaccel.media.formats import default_suffix
 
-        check_device(task.request)
+        task = replace(task, request=open_requested_device(task.request))
         interface = check_request(task.request)
         if interface is None or interface.kind is None:
-            return  # known only after loading
+            return task  # known only after loading
         self.kind = interface.kind
         if self.options.grid and self.kind == "audio":
             raise UsageError(f"{interface.name} generates audio, which has no contact sheet", hint="omit --grid")
@@ -155,6 +157,7 @@ class GenerateRun(ProgressListener):
         else:
             suffix = self.destination.choose_suffix(self.kind)
             check_output(interface, suffix, task.request.call, self.destination.folder, self.total)
+        return task
 
     def _load(self, task: GenerateTask) -> LoadedModel:
         with gc_paused():
