@@ -54,7 +54,8 @@ def time_process(arguments: list[str], source: Path) -> tuple[float, float]:
 
 
 def main(earlier: str | None = None) -> None:
-    """Measure, print and write the file."""
+    """Measure, print, and write the file after each round."""
+    about = {**describe_run(read_commit()), "threads": torch.get_num_threads(), "earlier": describe_folder(earlier)}
     with tempfile.TemporaryDirectory() as folder:
         image = str(Path(folder) / "apple.png")
         generate = ["-m", "anyaccel", "generate", "a red apple", "--seed", "7", "--device", "cpu", "-f", "-o", image]
@@ -67,25 +68,24 @@ def main(earlier: str | None = None) -> None:
         if earlier is not None:
             programs["explain, earlier"] = (explain, Path(earlier))
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in programs}
-        for _ in range(ROUNDS):
+        for finished in range(1, ROUNDS + 1):
             for name, program in programs.items():
                 times[name].append(time_process(*program))
-    result: dict[str, Any] = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        **describe_run(read_commit()),
-        "threads": torch.get_num_threads(),
-        "rounds": ROUNDS,
-        "earlier": describe_folder(earlier),
-        "programs": {name: summarize(rows) for name, rows in times.items()},
-    }
+            result = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), **about, "rounds": finished}
+            result |= summarize_programs(times)
+            RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+            print(json.dumps({"rounds": finished, "ratios": result["ratios"]}), flush=True)
+
+
+def summarize_programs(times: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
+    """Return the times of each program, and the ratios of the pairs that are compared."""
     pairs = {"generate": ("generate", "diffusers script"), "explain": ("explain", "explain, earlier")}
-    result["ratios"] = {
+    ratios = {
         name: {kind: compare(times, *pair, index) for index, kind in enumerate(("wall", "cpu"))}
         for name, pair in pairs.items()
         if pair[1] in times
     }
-    RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps({"programs": result["programs"], "ratios": result["ratios"]}, indent=2))
+    return {"programs": {name: summarize(rows) for name, rows in times.items()}, "ratios": ratios}
 
 
 def describe_folder(folder: str | None) -> str | None:
