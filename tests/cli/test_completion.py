@@ -28,6 +28,8 @@ def complete(line: str) -> list[str]:
         ("anyaccel explain embedded --dtype b", {"bfloat16"}),
         ("anyaccel explain embedded --memory l", {"layer"}),
         ("anyaccel serve --speed d", {"draft"}),
+        ("anyaccel generate x --device virtual:n", {"virtual:neuron", "virtual:npu"}),
+        ("anyaccel generate x --weights gguf", {"gguf:Q8_0", "gguf:Q4_0"}),
     ],
 )
 def test_devices_formats_and_options_are_completed(line: str, some: set[str]) -> None:

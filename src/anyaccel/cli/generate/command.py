@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from anyaccel.cli.completion import complete_device, complete_dtype, complete_speed, complete_weights
 from anyaccel.cli.generate.options import Options
 from anyaccel.cli.generate.runner import GenerateRun
 from anyaccel.cli.shared_options import Text
@@ -117,6 +118,7 @@ GenerateWeights = Annotated[
         metavar="FORMAT",
         help=f"Quantize large models, which changes the result: {', '.join(WEIGHT_FORMATS)}. Default: no quantization.",
         rich_help_panel=_MODEL,
+        autocompletion=complete_weights,
     ),
 ]
 GenerateDtype = Annotated[
@@ -125,6 +127,7 @@ GenerateDtype = Annotated[
         "--dtype",
         help="dtype of weights and computation: float32, bfloat16 or float16. Default: the device's preferred dtype.",
         rich_help_panel=_MODEL,
+        autocompletion=complete_dtype,
     ),
 ]
 # These options default to None, unlike in other commands: with --from, None means the value from the metadata of the
@@ -136,6 +139,7 @@ OptionalDevice = Annotated[
         "-d",
         help="Device to use: auto, cuda, hpu:3, virtual:neuron. Default: auto.",
         rich_help_panel=_MODEL,
+        autocompletion=complete_device,
     ),
 ]
 OptionalSpeed = Annotated[
@@ -144,6 +148,7 @@ OptionalSpeed = Annotated[
         "--speed",
         help="Speed level: exact, fast or draft; fast and draft change the result. Default: exact.",
         rich_help_panel=_MODEL,
+        autocompletion=complete_speed,
     ),
 ]
 Seed = Annotated[
