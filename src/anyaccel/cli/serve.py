@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from anyaccel.call_limits import parse_image_size
+from anyaccel.cli.completion import complete_speed
 from anyaccel.cli.shared_options import Dtype, RayAddress, Text, Weights
 from anyaccel.errors import UsageError
 
@@ -106,6 +107,7 @@ Speeds = Annotated[
         "--speed",
         metavar="exact|fast|draft",
         help="Speed level; repeat to let requests select one with `quality`. Default: exact.",
+        autocompletion=complete_speed,
     ),
 ]
 Limits = Annotated[
