@@ -24,7 +24,9 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser("prepare", help="draw the glyphs, list the things, train the tokenizer (no GPU)")
     prepare.add_argument("--font", type=Path, default=None, help="NotoColorEmoji.ttf")
-    prepare.add_argument("--glyphs-only", action="store_true", help="keep the things and tokenizer of the embedded model")
+    prepare.add_argument(
+        "--glyphs-only", action="store_true", help="keep the things and tokenizer of the embedded model"
+    )
     train = commands.add_parser("train", help="train on one GPU, or resume")
     train.add_argument("--out", type=Path, default=_OUT)
     train.add_argument("--device", default="cuda")

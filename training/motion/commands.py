@@ -36,6 +36,7 @@ def add_motion_commands(commands: Any) -> argparse.ArgumentParser:
     evaluate.set_defaults(run=_evaluate)
     evaluate.add_argument("--model", type=Path, help="motion module (default: the one in the package)")
     evaluate.add_argument("--ground-truth", action="store_true", help="judge the training data instead of a model")
+    evaluate.add_argument("--encoded", action="store_true", help="encode and decode the ground truth first")
     evaluate.add_argument("--data", type=Path, default=Path("runs/data"), help="glyphs for --ground-truth")
     evaluate.add_argument("--device", default="auto")
     evaluate.add_argument("--dtype", default="float32")
@@ -91,7 +92,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     motions = _check_motions(options.motions, tuple(KINDS))
     scope = (motions, options.videos, tuple(options.things), options.frames)
     if options.ground_truth:
-        figures = judge_ground_truth(options.data, *scope)
+        figures = judge_ground_truth(options.data, *scope, encoded=options.encoded)
     else:
         figures = evaluate_model(options.model, options.device, options.dtype, *scope, save=options.save)
     text = json.dumps(figures, indent=2)

@@ -18,7 +18,17 @@ from training.motion.tracks import STILL, Track, make_track
 from training.scenes import Composer
 from training.things import Thing
 
-__all__ = ["VideoBatch", "VideoScene", "draw_video", "draw_video_scene", "plain_scene", "render_video", "video_batches"]
+__all__ = [
+    "VideoBatch",
+    "VideoScene",
+    "as_frames",
+    "draw_scene_frames",
+    "draw_video",
+    "draw_video_scene",
+    "plain_scene",
+    "render_video",
+    "video_batches",
+]
 
 _STILL_SHARE = 0.06  # of the captions name no motion
 
@@ -108,15 +118,24 @@ def draw_video(composer: Composer, batch: VideoBatch) -> torch.Tensor:
     return (drawn[:, :3] + background * (1 - drawn[:, 3:])) * 2 - 1
 
 
-def render_video(composer: Composer, scene: VideoScene) -> list[Image.Image]:
-    """Return the frames of a scene as images."""
+def draw_scene_frames(composer: Composer, scene: VideoScene) -> torch.Tensor:
+    """Return the frames of a scene [frames, 3, height, width], from -1 to 1."""
     batch = VideoBatch(
         torch.tensor([scene.thing]), torch.from_numpy(scene.track)[None],
         torch.tensor([BACKGROUNDS[scene.background]]) / 255, torch.empty(0),
     )  # fmt: skip
-    images = draw_video(composer, batch.to(composer.levels.device))
+    return draw_video(composer, batch.to(composer.levels.device))
+
+
+def as_frames(images: torch.Tensor) -> list[Image.Image]:
+    """Convert frames to images."""
     pixels = ((images.permute(0, 2, 3, 1) + 1) * 127.5).round().clamp(0, 255).byte().cpu().numpy()
     return [Image.fromarray(frame) for frame in pixels]
+
+
+def render_video(composer: Composer, scene: VideoScene) -> list[Image.Image]:
+    """Return the frames of a scene as images."""
+    return as_frames(draw_scene_frames(composer, scene))
 
 
 class _VideoStream(torch.utils.data.IterableDataset[VideoBatch]):
