@@ -50,7 +50,8 @@ class LatentPool:
 class Noise:
     """Forward process with v-prediction targets, from the scheduler's noise levels."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, shift: float = _TIMESTEP_SHIFT) -> None:
+        self.shift = shift
         alphas = make_scheduler().alphas_cumprod.clone()
         alphas[-1] = 0.0  # the scheduler stores a tiny positive value, because it takes the logarithm
         self.signal, self.noise = alphas.sqrt().to(device), (1 - alphas).sqrt().to(device)
@@ -58,7 +59,7 @@ class Noise:
     def add(self, latents: torch.Tensor, frames: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return noisy latents, timesteps and v; the `frames` consecutive latents of a video share a timestep."""
         uniform = torch.rand(len(latents) // frames, device=latents.device).repeat_interleave(frames)
-        shifted = _TIMESTEP_SHIFT * uniform / (1 + (_TIMESTEP_SHIFT - 1) * uniform)
+        shifted = self.shift * uniform / (1 + (self.shift - 1) * uniform)
         timesteps = (shifted * len(self.signal)).long().clamp(max=len(self.signal) - 1)
         signal, strength = (levels[timesteps][:, None, None, None] for levels in (self.signal, self.noise))
         noise = torch.randn_like(latents)

@@ -25,6 +25,7 @@ from training.things import Thing
 __all__ = ["MotionSettings", "train_motion"]
 
 _EMPTY_PROMPTS = 0.08  # fraction, for classifier-free guidance
+_TIMESTEP_SHIFT = 2.5  # higher than for images: the frames of a video show the same thing, so more noise is needed
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def _train(
 ) -> None:
     device, frames, count = source.pool.latents.device, settings.frames, settings.batch
     source.fill(batches, settings.scenes or min(settings.pool, 40 * count))
-    noise, log_steps = Noise(device), 10 if device.type == "cpu" else 100
+    noise, log_steps = Noise(device, _TIMESTEP_SHIFT), 10 if device.type == "cpu" else 100
     empty = model.tokenizer([""], padding="max_length", return_tensors="pt").input_ids.to(device)
     predict: Any = torch.compile(model.unet) if settings.compiled else model.unet
     total, summed = torch.zeros((), device=device), 0
