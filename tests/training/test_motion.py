@@ -1,5 +1,6 @@
 """Training of the motion module: scenes, the judge of videos, and the files that training writes."""
 
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -16,6 +17,8 @@ from anyaccel.embedded.model import find_embedded_model
 from anyaccel.embedded.motion import MOTIONS, find_motion_module, load_video_pipeline
 from anyaccel.embedded.vocabulary import find_unknown_words
 from anyaccel.errors import ModelError
+from anyaccel.processes.forked_call import call_in_fork
+from training.__main__ import main
 from training.motion.evaluate import choose_scenes, judge_scenes
 from training.motion.judge import is_turnable, judge_video, moves_as
 from training.motion.model import VideoModel
@@ -205,3 +208,38 @@ def test_the_module_is_smaller_than_15_megabytes(module: tuple[VideoModel, Path]
     motion = sum(p.numel() for name, p in model.unet.named_parameters() if "motion_modules" in name)
     assert 4_500_000 < motion < 5_500_000
     assert 2 * sum(parameter.numel() for parameter in VideoModel().trained) < 15_000_000
+
+
+@pytest.mark.slow
+def test_the_commands_train_stop_resume_and_evaluate(tmp_path: Path) -> None:
+    """Run a few steps with videos of two frames, in child processes (see test_train.py)."""
+    data, out, results = tmp_path / "data", tmp_path / "out", tmp_path / "motion.json"
+    data.mkdir()
+    small = (load_judge().glyphs * 255).round().astype(np.uint8)
+    np.savez(data / "glyphs.npz", glyphs=np.pad(small, ((0, 0), (40, 40), (40, 40), (0, 0))))
+    train = ["motion", "--data", str(data), "--out", str(out), "--device", "cpu", "--batch", "1", "--workers", "0"]
+    train += ["--frames", "2", "--scenes", "1", "--things", "rocket", "--motions", "left", "--minutes", "0.1"]
+    assert call_in_fork(lambda: main([*train, "--stop-after-minutes", "0.0001"])) == 1
+    assert (out / "motion.pt").is_file()
+    assert call_in_fork(lambda: main(train)) == 0
+    assert find_motion_module(out / "motion") == out / "motion"
+    assert json.loads((out / "log.jsonl").read_text().splitlines()[0])["stage"] == "motion"
+    evaluate = ["motion-evaluate", "--model", str(out / "motion"), "--device", "cpu", "--videos", "1", "--frames", "2"]
+    evaluate += ["--things", "rocket", "--motions", "left", "--save", str(tmp_path), "--json", str(results)]
+    assert call_in_fork(lambda: main(evaluate)) == 0
+    assert json.loads(results.read_text())["left"]["videos"] == 1
+    assert len(list(tmp_path.glob("*.gif"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["motion", "--data", "missing"], "no glyphs"),
+        (["motion-evaluate", "--motions", "sideways"], "unknown motion 'sideways'"),
+        (["motion-evaluate", "--json", "missing/a.json"], "does not exist"),
+        (["motion-install", "missing"], "not part of this version"),
+    ],
+)
+def test_wrong_arguments_are_rejected(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
