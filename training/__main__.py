@@ -1,4 +1,4 @@
-"""`python -m training prepare | train | install | evaluate`: train and evaluate the embedded model."""
+"""`python -m training COMMAND`: train and evaluate the embedded model and its motion module."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import AnyaccelError, UsageError
+from training.motion.commands import add_motion_commands
 
 __all__ = ["main"]
 
@@ -22,6 +24,9 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser("prepare", help="draw the glyphs, list the things, train the tokenizer (no GPU)")
     prepare.add_argument("--font", type=Path, default=None, help="NotoColorEmoji.ttf")
+    prepare.add_argument(
+        "--glyphs-only", action="store_true", help="keep the things and tokenizer of the embedded model"
+    )
     train = commands.add_parser("train", help="train on one GPU, or resume")
     train.add_argument("--out", type=Path, default=_OUT)
     train.add_argument("--device", default="cuda")
@@ -41,25 +46,25 @@ def main(arguments: list[str] | None = None) -> int:
     evaluate.add_argument("--json", type=Path, help="write the metrics to this file")
     install = commands.add_parser("install", help="replace the embedded model with a trained one")
     install.add_argument("model", type=Path, nargs="?", default=_OUT / "model")
-    for command in (prepare, train):
+    motion = add_motion_commands(commands)
+    for command in (prepare, train, motion):
         command.add_argument("--data", type=Path, default=_DATA)
+    for command, run in ((prepare, _prepare), (train, _train), (evaluate, _evaluate), (install, _install)):
+        command.set_defaults(run=run)
     options = parser.parse_args(arguments)
     try:
-        return _run(options)
+        run: Callable[[argparse.Namespace], int] = options.run
+        return run(options)
     except AnyaccelError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
 
 
-def _run(options: argparse.Namespace) -> int:
-    return {"prepare": _prepare, "train": _train, "install": _install, "evaluate": _evaluate}[options.command](options)
-
-
 def _prepare(options: argparse.Namespace) -> int:
     from training.glyphs import FONT
-    from training.prepare import prepare
+    from training.prepare import draw_glyphs, prepare
 
-    prepare(options.font or FONT, options.data)
+    (draw_glyphs if options.glyphs_only else prepare)(options.font or FONT, options.data)
     return 0
 
 

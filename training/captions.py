@@ -8,7 +8,18 @@ from dataclasses import dataclass, field
 from anyaccel.embedded.judge import BACKGROUNDS
 from training.things import Thing, make_plural
 
-__all__ = ["IMAGE_PIXELS", "Object", "Scene", "draw_scene", "jitter", "pair", "single"]
+__all__ = [
+    "IMAGE_PIXELS",
+    "Object",
+    "Scene",
+    "background_phrase",
+    "draw_scene",
+    "jitter",
+    "pair",
+    "phrase",
+    "single",
+    "with_article",
+]
 
 IMAGE_PIXELS = 128
 _CENTER = IMAGE_PIXELS / 2
@@ -55,7 +66,7 @@ def draw_scene(things: tuple[Thing, ...], rng: random.Random) -> Scene:
         caption, objects = _several(things, rng)
     background = "white" if rng.random() < 0.55 else rng.choice(list(BACKGROUNDS))
     if background != "white" or rng.random() < 0.15:
-        caption += _background_phrase(background, rng)
+        caption += background_phrase(background, rng)
     if rng.random() < 0.08:
         caption = rng.choice(_PREFIXES) + caption
     if rng.random() < 0.10:
@@ -65,7 +76,7 @@ def draw_scene(things: tuple[Thing, ...], rng: random.Random) -> Scene:
 
 def single(things: tuple[Thing, ...], index: int, background: str = "white") -> Scene:
     """Return an evaluation scene: `a rocket`, `a rocket on a dark blue background`."""
-    caption = _with_article(things[index].name)
+    caption = with_article(things[index].name)
     if background != "white":
         caption += f" on a{'n' if background[0] in 'aeiou' else ''} {background} background"
     return Scene(caption, (Object(index, _CENTER, _CENTER, _SIZES[""]),), background)
@@ -73,7 +84,7 @@ def single(things: tuple[Thing, ...], index: int, background: str = "white") -> 
 
 def pair(things: tuple[Thing, ...], left: int, right: int) -> Scene:
     """Return an evaluation scene with two things: `a cat and a pizza`, the first on the left."""
-    caption = f"{_with_article(things[left].name)} and {_with_article(things[right].name)}"
+    caption = f"{with_article(things[left].name)} and {with_article(things[right].name)}"
     size = _SIZES_OF_TWO[""]
     return Scene(caption, (Object(left, 33, _CENTER, size), Object(right, 95, _CENTER, size)))
 
@@ -81,7 +92,7 @@ def pair(things: tuple[Thing, ...], left: int, right: int) -> Scene:
 def _one(things: tuple[Thing, ...], rng: random.Random) -> tuple[str, tuple[Object, ...]]:
     index = rng.randrange(len(things))
     size_word = rng.choice(list(_SIZES)) if rng.random() < 0.35 else ""
-    caption = _phrase(things[index], size_word, rng)
+    caption = phrase(things[index], size_word, rng)
     x, size = _CENTER, float(_SIZES[size_word])
     if size_word != "large " and rng.random() < 0.12:
         side, x = rng.choice([("left", 34.0), ("right", 94.0)])
@@ -93,7 +104,7 @@ def _one(things: tuple[Thing, ...], rng: random.Random) -> tuple[str, tuple[Obje
 def _two(things: tuple[Thing, ...], rng: random.Random) -> tuple[str, tuple[Object, ...]]:
     first, second = rng.randrange(len(things)), rng.randrange(len(things))
     sizes = [rng.choice(list(_SIZES_OF_TWO)) if rng.random() < 0.2 else "" for _ in range(2)]
-    left, right = (_phrase(things[i], size, rng) for i, size in ((first, sizes[0]), (second, sizes[1])))
+    left, right = (phrase(things[i], size, rng) for i, size in ((first, sizes[0]), (second, sizes[1])))
     caption, swapped = rng.choices(
         [
             (f"{left} and {right}", False),
@@ -139,21 +150,24 @@ def _name_with_adjective(thing: Thing, rng: random.Random) -> str:
     return rng.choice(_PRAISE) + name if rng.random() < 0.03 else name
 
 
-def _phrase(thing: Thing, size_word: str, rng: random.Random) -> str:
+def phrase(thing: Thing, size_word: str, rng: random.Random) -> str:
+    """Return a random phrase for a thing: `a rocket`, `the small rocket`, `🚀`."""
     if rng.random() < 0.025:
         return thing.glyph
     name = rng.choice(_SIZE_WORDS[size_word]) + _name_with_adjective(thing, rng)
     draw = rng.random()
     if draw < 0.75:
-        return _with_article(name)
+        return with_article(name)
     return name if draw < 0.93 else f"the {name}"
 
 
-def _with_article(name: str) -> str:
+def with_article(name: str) -> str:
+    """Return `a rocket`, `an apple`."""
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def _background_phrase(background: str, rng: random.Random) -> str:
+def background_phrase(background: str, rng: random.Random) -> str:
+    """Return a random phrase for a background: ` on black`, ` on a black background`."""
     word = _COLOR_ALIASES.get(background, background) if rng.random() < 0.3 else background
     if rng.random() < 0.25:
         return f" on {word}"

@@ -14,7 +14,7 @@ from training.run import Stage, average_into
 from training.scenes import Batch, Composer, scene_batches
 from training.things import Thing
 
-__all__ = ["train_denoiser"]
+__all__ = ["LatentPool", "Noise", "train_denoiser"]
 
 _BATCH, _RATE = 1024, 1.2e-3
 _SCENES_PER_NEW = 8  # one in N scenes per step is new; the others are reused with new noise
@@ -23,15 +23,17 @@ _EMPTY_PROMPTS = 0.08  # fraction, for classifier-free guidance
 _TIMESTEP_SHIFT = 1.5  # favors high noise levels, where the model decides what to draw
 
 
-class _LatentPool:
+class LatentPool:
     """Ring buffer of latents and captions on the device; every step replaces the oldest."""
 
-    def __init__(self, size: int, width: int, device: torch.device) -> None:
-        self.latents = torch.zeros(size, LATENT_CHANNELS, LATENT_SIDE, LATENT_SIDE, dtype=torch.bfloat16, device=device)
+    def __init__(self, size: int, width: int, device: torch.device, frames: tuple[int, ...] = ()) -> None:
+        shape = (size, *frames, LATENT_CHANNELS, LATENT_SIDE, LATENT_SIDE)
+        self.latents = torch.zeros(shape, dtype=torch.bfloat16, device=device)
         self.tokens = torch.zeros(size, width, dtype=torch.int32, device=device)
         self.size, self.filled, self.next = size, 0, 0
 
     def put(self, latents: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Replace the oldest latents and captions."""
         count = len(latents)
         rows = torch.arange(self.next, self.next + count, device=latents.device) % self.size
         self.latents[rows] = latents.to(torch.bfloat16)
@@ -40,22 +42,24 @@ class _LatentPool:
         self.filled = min(self.size, self.filled + count)
 
     def draw(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return random latents with their captions."""
         rows = torch.randint(self.filled, (count,), device=self.latents.device)
         return self.latents[rows].float(), self.tokens[rows].long()
 
 
-class _Noise:
+class Noise:
     """Forward process with v-prediction targets, from the scheduler's noise levels."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, shift: float = _TIMESTEP_SHIFT) -> None:
+        self.shift = shift
         alphas = make_scheduler().alphas_cumprod.clone()
         alphas[-1] = 0.0  # the scheduler stores a tiny positive value, because it takes the logarithm
         self.signal, self.noise = alphas.sqrt().to(device), (1 - alphas).sqrt().to(device)
 
-    def add(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return noisy latents, timesteps and v."""
-        uniform = torch.rand(len(latents), device=latents.device)
-        shifted = _TIMESTEP_SHIFT * uniform / (1 + (_TIMESTEP_SHIFT - 1) * uniform)
+    def add(self, latents: torch.Tensor, frames: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return noisy latents, timesteps and v; the `frames` consecutive latents of a video share a timestep."""
+        uniform = torch.rand(len(latents) // frames, device=latents.device).repeat_interleave(frames)
+        shifted = self.shift * uniform / (1 + (self.shift - 1) * uniform)
         timesteps = (shifted * len(self.signal)).long().clamp(max=len(self.signal) - 1)
         signal, strength = (levels[timesteps][:, None, None, None] for levels in (self.signal, self.noise))
         noise = torch.randn_like(latents)
@@ -84,7 +88,7 @@ def train_denoiser(
     )
     stage = Stage("denoiser", folder, budget_s, {"models": models, "average": average, "optimizer": optimizer})
     if not stage.finished:
-        latents = _LatentSource(autoencoder, composer, _LatentPool(pool, tokenizer.model_max_length, device))
+        latents = _LatentSource(autoencoder, composer, LatentPool(pool, tokenizer.model_max_length, device))
         batches = scene_batches(
             things, tokenizer, max(1, batch // _SCENES_PER_NEW), seed=1000 + stage.step, workers=workers
         )
@@ -105,7 +109,7 @@ def _train(
     deadline: float | None,
 ) -> None:
     device = latents.pool.latents.device
-    noise = _Noise(device)
+    noise = Noise(device)
     empty = tokenizer([""], padding="max_length", return_tensors="pt").input_ids.to(device)
     predict: Any = models[0] if device.type == "cpu" else torch.compile(models[0])
     for share in stage.steps(deadline):
@@ -131,7 +135,7 @@ def _train(
 class _LatentSource:
     """Draws and encodes scenes into a pool of latents."""
 
-    def __init__(self, autoencoder: Any, composer: Composer, pool: _LatentPool) -> None:
+    def __init__(self, autoencoder: Any, composer: Composer, pool: LatentPool) -> None:
         self.composer, self.pool = composer, pool
         encoder: Any = copy.deepcopy(autoencoder).to(memory_format=torch.channels_last)
         self.encode = encoder._encode if pool.latents.device.type == "cpu" else torch.compile(encoder._encode)

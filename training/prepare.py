@@ -13,13 +13,14 @@ import torch
 from PIL import Image
 
 from anyaccel.embedded.judge import Judge
+from anyaccel.errors import UsageError
 from training.captions import Scene, jitter, single
 from training.glyphs import draw_glyph, name_color
 from training.scenes import Composer, as_batch
 from training.things import Thing, list_things
 from training.tokenizer import make_tokenizer
 
-__all__ = ["EMBEDDED", "load_data", "load_things", "prepare", "render"]
+__all__ = ["EMBEDDED", "Glyphs", "draw_glyphs", "load_data", "load_things", "prepare", "render"]
 
 EMBEDDED = Path(__file__).parents[1] / "src" / "anyaccel" / "embedded"
 _TILE, _COLUMNS = 48, 36
@@ -60,6 +61,16 @@ def load_things() -> tuple[Thing, ...]:
     """Return the things that the embedded model was trained on."""
     entries = json.loads((EMBEDDED / "things.json").read_text(encoding="utf-8"))["things"]
     return tuple(Thing(entry["glyph"], tuple(entry["names"]), entry["colour"]) for entry in entries)
+
+
+def draw_glyphs(font: Path, folder: Path) -> None:
+    """Write the glyphs of the embedded model's things into a folder; its list of things stays as it is."""
+    glyphs = [draw_glyph(thing.glyph, font) for thing in load_things()]
+    missing = [thing.name for thing, glyph in zip(load_things(), glyphs, strict=True) if glyph is None]
+    if missing:
+        raise UsageError(f"the font has no glyph for {missing[0]}", hint="use Noto Color Emoji 2.042 from Debian 12")
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(folder / "glyphs.npz", glyphs=np.stack([glyph for glyph in glyphs if glyph is not None]))
 
 
 def load_data(folder: Path) -> tuple[tuple[Thing, ...], Glyphs, Any]:

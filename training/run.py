@@ -27,8 +27,11 @@ class Stage:
     stage resumes from its last checkpoint.
     """
 
-    def __init__(self, name: str, folder: Path, budget_s: float, state: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, folder: Path, budget_s: float, state: dict[str, Any], warm_up_steps: int = _WARM_UP_STEPS
+    ) -> None:
         self.name, self.folder, self.budget_s, self.state = name, folder, budget_s, state
+        self.warm_up_steps = warm_up_steps
         self.step, self.spent_s = 0, 0.0
         folder.mkdir(parents=True, exist_ok=True)
         self._checkpoint = folder / f"{name}.pt"
@@ -66,7 +69,7 @@ class Stage:
     def learning_rate(self, share: float, peak: float) -> float:
         """Return the learning rate: linear warm-up, then cosine decay."""
         decay = _FINAL_RATE + (1 - _FINAL_RATE) * (1 + math.cos(math.pi * share)) / 2
-        return peak * decay * min(1.0, (self.step + 1) / _WARM_UP_STEPS)
+        return peak * decay * min(1.0, (self.step + 1) / self.warm_up_steps)
 
     def log(self, **figures: float) -> None:
         """Print a line of metrics and append it to the log."""

@@ -93,15 +93,25 @@ class Composer:
         image = batch.colors[:, :, None, None].expand(-1, -1, IMAGE_PIXELS, IMAGE_PIXELS)
         for column in range(_MAX_OBJECTS):
             thing, box = batch.things[:, column], batch.boxes[:, column]
-            size = box[:, 2]
-            level = (size < 80).long() + (size < 40).long()
-            glyph = self.levels[level, thing.clamp(min=0)].float() / 255
-            grid = (self.pixels[None] - box[:, None, None, :2]) / (size[:, None, None, None] / 2)
-            premultiplied = torch.cat([glyph[:, :3] * glyph[:, 3:], glyph[:, 3:]], 1)
-            drawn = F.grid_sample(premultiplied, grid, mode="bilinear", align_corners=False)
+            drawn = self.draw_glyphs(thing.clamp(min=0), box[:, :2], box[:, 2])
             drawn = drawn * (thing >= 0)[:, None, None, None]
             image = drawn[:, :3] + image * (1 - drawn[:, 3:])
         return image * 2 - 1
+
+    def draw_glyphs(
+        self, thing: torch.Tensor, center: torch.Tensor, size: torch.Tensor, angle: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return one glyph per image [B, 4, height, width], with premultiplied alpha; angles [B] are in degrees."""
+        level = (size < 80).long() + (size < 40).long()
+        glyph = self.levels[level, thing].float() / 255
+        grid = (self.pixels[None] - center[:, None, None]) / (size[:, None, None, None] / 2)
+        if angle is not None:
+            radians = torch.deg2rad(angle)
+            cosine, sine = radians.cos(), radians.sin()
+            rotation = torch.stack([cosine, -sine, sine, cosine], 1).view(-1, 1, 2, 2)
+            grid = grid @ rotation
+        premultiplied = torch.cat([glyph[:, :3] * glyph[:, 3:], glyph[:, 3:]], 1)
+        return F.grid_sample(premultiplied, grid, mode="bilinear", align_corners=False)
 
 
 def _downsample(glyphs: torch.Tensor, factor: int) -> torch.Tensor:

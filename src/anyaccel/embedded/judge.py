@@ -80,22 +80,40 @@ class Judge:
 
     def classify(self, image: Image.Image, side: str = "whole", best: int = 5) -> Verdict:
         """Return the `best` most similar objects in the `whole` image, or in its `left` or `right` half."""
+        distances = self._squared_distances(image, side)
+        if distances is None:
+            return Verdict((), (), 1.0)
+        ranking = np.argsort(distances, kind="stable")[:best]
+        names, groups = tuple(self.names[i] for i in ranking), tuple(self.groups[i] for i in ranking)
+        return Verdict(names, groups, float(np.sqrt(distances[ranking[0]])))
+
+    def distance(self, image: Image.Image, name: str) -> float:
+        """Return the root mean square difference of an image from the object with this name, from 0 to 1."""
+        distances = self._squared_distances(image, "whole", self.names.index(name))
+        return 1.0 if distances is None else float(np.sqrt(distances[0]))
+
+    def locate(self, image: Image.Image) -> tuple[float, float, float, float] | None:
+        """Return the bounding box (top, left, bottom, right) of what differs from the background, in pixels."""
+        pixels = _as_array(image)
+        return _find_box(pixels, _border_color(pixels))
+
+    def _squared_distances(self, image: Image.Image, side: str, index: int | None = None) -> Array | None:
+        """Return the squared distance from every object, or from one; None if the image shows nothing."""
         pixels = _as_array(image)
         references = self._reference_descriptors(self.background(image))
+        references = references if index is None else references[index : index + 1]
         background = _border_color(pixels)
         half = pixels.shape[1] // 2
         region = {"whole": pixels, "left": pixels[:, :half], "right": pixels[:, half:]}[side]
         box = _find_box(region, background)
         if box is None:
-            return Verdict((), (), 1.0)
+            return None
         crops = _crop(region, box, background, _JITTER).reshape(len(_JITTER), -1)
         flat = references.reshape(len(references), -1)
         # |a - b|² = |a|² - 2ab + |b|²: one matrix product instead of a difference for every pair.
         squared = (flat**2).sum(1)[None] - 2 * crops @ flat.T + (crops**2).sum(1)[:, None]
-        distances = np.maximum(squared, 0).min(0) / flat.shape[1]  # rounding can make a square negative
-        ranking = np.argsort(distances, kind="stable")[:best]
-        names, groups = tuple(self.names[i] for i in ranking), tuple(self.groups[i] for i in ranking)
-        return Verdict(names, groups, float(np.sqrt(distances[ranking[0]])))
+        distances: Array = np.maximum(squared, 0).min(0) / flat.shape[1]  # rounding can make a square negative
+        return distances
 
     def _reference_descriptors(self, background: str) -> Array:
         """Return the descriptors (small square images) of all glyphs on a background color."""

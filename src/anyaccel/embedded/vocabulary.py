@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from anyaccel.embedded.judge import BACKGROUNDS
+from anyaccel.embedded.motion import MOTIONS
 
 __all__ = ["find_unknown_words"]
 
@@ -21,10 +22,14 @@ draw me please show paint make create i want generate give can you there is pict
 _PLURAL_ENDINGS = (("ies", "y"), ("ves", "f"), ("es", ""), ("s", ""))
 
 
-def find_unknown_words(prompt: str) -> list[str]:
-    """Return the words in a prompt that are not in the embedded model's vocabulary, in prompt order."""
+def find_unknown_words(prompt: str, video: bool = False) -> list[str]:
+    """Return the words in a prompt that are not in the embedded model's vocabulary, in prompt order.
+
+    `video` adds the words for motions, which only the motion module knows.
+    """
     words = re.findall(r"[^\W_][\w'’-]*", prompt.lower())
-    return [word for word in dict.fromkeys(words) if not _is_known(word)]
+    motion_words = _motion_words() if video else frozenset()
+    return [word for word in dict.fromkeys(words) if word not in motion_words and not _is_known(word)]
 
 
 def _is_known(word: str) -> bool:
@@ -35,6 +40,12 @@ def _is_known(word: str) -> bool:
         word.endswith(ending) and word.removesuffix(ending) + singular in _vocabulary()
         for ending, singular in _PLURAL_ENDINGS
     )
+
+
+@functools.cache
+def _motion_words() -> frozenset[str]:
+    wordings = " ".join(words for wordings in MOTIONS.values() for words in wordings)
+    return frozenset([*wordings.split(), "that", "video", "animation"])
 
 
 @functools.cache
