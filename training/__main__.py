@@ -49,8 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
     motion = add_motion_commands(commands)
     for command in (prepare, train, motion):
         command.add_argument("--data", type=Path, default=_DATA)
-    for command, run in ((prepare, _prepare), (train, _train), (evaluate, _evaluate), (install, _install)):
-        command.set_defaults(run=run)
+    for command, function in ((prepare, _prepare), (train, _train), (evaluate, _evaluate), (install, _install)):
+        command.set_defaults(run=function)
     options = parser.parse_args(arguments)
     try:
         run: Callable[[argparse.Namespace], int] = options.run

@@ -17,6 +17,8 @@ PARSED: dict[str, dict[str, Any]] = {
     "cuda": {"name": "cuda"},
     "hpu:3": {"name": "hpu", "index": 3},
     "gaudi2": {"name": "hpu", "product": "gaudi2"},
+    "rtx4090": {"name": "cuda", "product": "rtx4090"},
+    "rtx4090-laptop": {"name": "cuda", "product": "rtx4090-laptop"},
     "h200:1": {"name": "cuda", "product": "h200", "index": 1},
     "mps:16GiB": {"name": "mps", "memory": "16GiB"},
     "virtual:neuron": {"name": "neuron", "virtual": True},

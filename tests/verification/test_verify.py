@@ -95,7 +95,7 @@ def test_every_claim_about_behavior_has_a_probe() -> None:
     names = {name.split(".")[0] for name, _ in anyaccel.sheet("mps").claims()}
     left_out = names - {name.split(".")[0] for name in find_claims(anyaccel.sheet("mps"))}
     about_memory = {"fused_attention", "memory", "quantized_weights"}  # measured by benchmarks.memory
-    assert left_out == {"default_dtypes", "distributed", "requirements", "variables"} | about_memory
+    assert left_out == {"default_dtypes", "distributed", "installation", "requirements", "variables"} | about_memory
 
 
 def test_a_dead_process_loses_one_finding() -> None:

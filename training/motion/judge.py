@@ -103,7 +103,8 @@ def _difference(frame: Image.Image, judge: Judge) -> tuple[Array, Array]:
 def _measure_opacity(frames: Sequence[Image.Image], judge: Judge) -> Array:
     """Return the opacity of the thing relative to the first frame, if its size is constant."""
     energies = np.array([np.square(_difference(frame, judge)[0]).sum() for frame in frames])
-    return np.sqrt(energies / max(energies[0], 1.0))
+    opacity: Array = np.sqrt(energies / max(energies[0], 1.0))
+    return opacity
 
 
 def _make_opaque(frame: Image.Image, opacity: float) -> Image.Image:

@@ -27,7 +27,7 @@ _RANK = 16
 
 def make_motion_adapter(config: Any) -> Any:
     """Return a motion module for a UNet config; at first it does not change the UNet's output."""
-    adapter = MotionAdapter(
+    adapter: Any = MotionAdapter(
         block_out_channels=tuple(config.block_out_channels),
         motion_layers_per_block=config.layers_per_block,
         motion_num_attention_heads=tuple(config.attention_head_dim),  # head size 32, for fast attention kernels
@@ -87,7 +87,7 @@ class VideoModel:
     def save(self, folder: Path) -> None:
         """Write the motion module and the updates in float16, as diffusers and peft read them."""
         config = self.unet.config
-        adapter = MotionAdapter(
+        adapter: Any = MotionAdapter(
             block_out_channels=tuple(config.block_out_channels),
             motion_layers_per_block=config.layers_per_block,
             motion_num_attention_heads=tuple(config.motion_num_attention_heads),
@@ -97,7 +97,7 @@ class VideoModel:
         states = self.unet.state_dict()
         adapter.load_state_dict({name: states[name] for name in adapter.state_dict()})
         adapter.to(torch.float16).save_pretrained(folder)
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, update in self._updated.items():
             down, up = update.as_layers()
             tensors |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}

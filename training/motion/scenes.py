@@ -115,7 +115,8 @@ def draw_video(composer: Composer, batch: VideoBatch) -> torch.Tensor:
     things = batch.things.repeat_interleave(frames)
     drawn = composer.draw_glyphs(things, x_y, size[:, 0], angle[:, 0]) * opacity[:, :, None, None]
     background = batch.colors.repeat_interleave(frames, 0)[:, :, None, None]
-    return (drawn[:, :3] + background * (1 - drawn[:, 3:])) * 2 - 1
+    video: torch.Tensor = (drawn[:, :3] + background * (1 - drawn[:, 3:])) * 2 - 1
+    return video
 
 
 def draw_scene_frames(composer: Composer, scene: VideoScene) -> torch.Tensor:

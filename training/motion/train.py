@@ -126,7 +126,8 @@ def _train(
 
 def _as_video(frames_first: torch.Tensor, frames: int) -> torch.Tensor:
     """Convert [videos × frames, channels, …] to [videos, channels, frames, …]."""
-    return frames_first.unflatten(0, (-1, frames)).transpose(1, 2)
+    videos: torch.Tensor = frames_first.unflatten(0, (-1, frames))
+    return videos.transpose(1, 2)
 
 
 class _VideoSource:

@@ -57,10 +57,11 @@ def load_video_pipeline(folder: Path | None = None, **options: Any) -> Any:
     `options` are passed to `from_pretrained`.
     """
     folder = find_motion_module(folder)
-    from diffusers import AnimateDiffPipeline, MotionAdapter
+    import diffusers
 
-    adapter = MotionAdapter.from_pretrained(folder)
-    pipe = AnimateDiffPipeline.from_pretrained(find_embedded_model(), motion_adapter=adapter, **options)
+    load_adapter: Any = diffusers.MotionAdapter.from_pretrained
+    load: Any = diffusers.AnimateDiffPipeline.from_pretrained
+    pipe = load(find_embedded_model(), motion_adapter=load_adapter(folder), **options)
     _fuse_lora(pipe, folder / LORA_FILE)
     return pipe
 
