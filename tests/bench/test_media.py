@@ -27,7 +27,8 @@ def save(name: str, folder: Path) -> str:
         ("wan", {"width": 16, "height": 16, "frames": 5, "max_sequence_length": 32}, "frames"),
         ("stable-audio", {"seconds": 1}, "audios"),
         ("ddpm", {}, "images"),
-        ("stable-diffusion-image-to-image", {}, "images"),
+        # Slow: the input image has the default size.
+        pytest.param("stable-diffusion-image-to-image", {}, "images", marks=pytest.mark.slow),
     ],
 )
 def test_variants_generate_the_same_result(recipe: str, call: dict[str, Any], field: str, tmp_path: Path) -> None:

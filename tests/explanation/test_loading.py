@@ -98,9 +98,9 @@ def test_loading_depends_on_the_device_and_on_the_memory_mode(tmp_path: Path) ->
 def test_text_and_json(tmp_path: Path, run_cli_forked: RunCli) -> None:
     pipe: Any = recipes()["stable-diffusion"].make()
     pipe.save_pretrained(tmp_path)
-    done = run_cli_forked("explain", str(tmp_path), "--device", "cpu", "--dtype", "float32")
+    done = run_cli_forked("explain", str(tmp_path), "--device", "cpu", "--dtype", "float32", "--size", "64x64")
     assert "host memory for loading" in done.stdout
     assert "mapped from the files" in done.stdout
     (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").unlink()
-    done = run_cli_forked("explain", str(tmp_path), "--device", "cpu", "--json")
+    done = run_cli_forked("explain", str(tmp_path), "--device", "cpu", "--json", "--size", "64x64")
     assert json.loads(done.stdout)["loading"] is None
