@@ -50,7 +50,7 @@ class LoraAdapters:
     def _load(self, name: str) -> str:
         """Load an adapter from the folder unless it is loaded and unchanged; return its name in the pipeline."""
         if self.folder is None:
-            raise UsageError(f"there is no LoRA {name!r:.60}", hint="start the service with --lora-dir")
+            raise UsageError(f"unknown LoRA {name!r:.60}", hint="start the service with --lora-dir")
         self._check_support("use a model that supports LoRA")
         file = find_lora(self.folder, name)
         status = file.stat()

@@ -29,7 +29,7 @@ def find_lora(folder: Path, name: str) -> Path:
     if not _NAME.fullmatch(name) or not _is_inside(file, folder):
         known = list_loras(folder)
         hint = nearest(name[:100], known) if known else "the folder of --lora-dir contains no .safetensors files"
-        raise UsageError(f"there is no LoRA {name!r:.60}", hint=hint)
+        raise UsageError(f"unknown LoRA {name!r:.60}", hint=hint)
     return file
 
 
