@@ -55,7 +55,7 @@ async def add(body: LoraRequest, service: ServiceOf) -> dict[str, Any]:
         try:
             await run_in_threadpool(service.loras.add, model, body.name)
         except UsageError as error:
-            status = 404 if error.message.startswith("there is no") else 400
+            status = 404 if error.message.startswith("unknown LoRA") else 400
             raise ApiError(status, "invalid_lora", f"{error.message}; {error.hint}", param="name") from error
         except OSError as error:
             raise ApiError(503, "storage", "the service cannot store the list of LoRAs") from error
