@@ -64,8 +64,8 @@ def time_loop(rows: Path, out: Path) -> float:
     import torch
 
     from anyaccel.cluster.batch.rows import read_rows
-    from anyaccel.generation.image import generate_image
     from anyaccel.generation.image_format import encode_image
+    from anyaccel.generation.media import generate_one
     from anyaccel.generation.model_loading import load_uncached
     from anyaccel.generation.output_files import write_output_file
     from anyaccel.generation.request import make_request
@@ -79,7 +79,7 @@ def time_loop(rows: Path, out: Path) -> float:
     parsed, _ = read_rows(str(rows))
     start = time.perf_counter()
     for row in parsed:
-        image = generate_image(loaded, row.prompt, row.seed, {**request.call, **row.call})
+        image = generate_one(loaded, row.prompt, row.seed, {**request.call, **row.call})
         write_output_file(out / f"{row.number}.png", encode_image(image.image, ".png", [image.metadata]))
     return len(parsed) / (time.perf_counter() - start)
 

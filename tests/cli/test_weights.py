@@ -13,7 +13,7 @@ import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.generation.image_format import read_metadata
-from anyaccel.generation.metadata import ImageMetadata
+from anyaccel.generation.metadata import MediaMetadata
 from anyaccel.planning.options import WEIGHT_FORMATS
 from anyaccel.quantized_weights import quantize
 from anyaccel.recipes import recipes
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def read(path: Path) -> tuple[Any, ImageMetadata]:
+def read(path: Path) -> tuple[Any, MediaMetadata]:
     (metadata,) = read_metadata(path)
     with Image.open(path) as image:
         return numpy.asarray(image).astype(int), metadata
@@ -55,7 +55,7 @@ def expected(folder: Path) -> Any:
     return numpy.asarray(result[0]).astype(int)
 
 
-def check(image: Any, metadata: ImageMetadata, expected: Any) -> None:
+def check(image: Any, metadata: MediaMetadata, expected: Any) -> None:
     assert abs(image - expected).max() <= 1
     assert metadata.weights == "int8"
     assert set(metadata.weight_errors) == MODELS
@@ -128,7 +128,7 @@ def test_serve(folder: Path, expected: Any) -> None:
         sizes=((SIDE, SIDE),),
     )  # fmt: skip
 
-    def use(accelerator: VirtualAccelerator) -> tuple[Any, ImageMetadata, dict[str, Any]]:
+    def use(accelerator: VirtualAccelerator) -> tuple[Any, MediaMetadata, dict[str, Any]]:
         model = ServedModel(settings.models[0], settings)
         spec = JobSpec(
             task="generate", model="flux", prompt="a red apple", seeds=(SEED,), width=SIDE, height=SIDE,

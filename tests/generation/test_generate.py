@@ -21,8 +21,8 @@ from anyaccel.errors import DeviceUnavailableError, ModelError, UsageError
 from anyaccel.generation import model_loading
 from anyaccel.generation.call_validation import check_image_call
 from anyaccel.generation.generate import Result, generate
-from anyaccel.generation.image import generate_image
 from anyaccel.generation.image_format import read_metadata
+from anyaccel.generation.media import generate_one
 from anyaccel.generation.model_loading import load_model, release_model
 from anyaccel.generation.output_files import make_stem, read_destination, write_output_file, write_unique
 from anyaccel.generation.request import make_request
@@ -277,7 +277,7 @@ def test_listener_receives_every_component_and_step(model: str, result: Result, 
     request = make_request("a red apple", model, "cpu", 7, dtype="float32", num_inference_steps=2)
     listener = RecordingListener()
     loaded = load_model(request, listener)
-    generated = generate_image(loaded, "a red apple", 7, request.call, listener)
+    generated = generate_one(loaded, "a red apple", 7, request.call, listener)
     assert set(listener.components) == {"vae", "text_encoder", "tokenizer", "unet", "scheduler", ""}
     assert listener.steps[0][0] == 0
     assert listener.steps[-1][0] == listener.steps[-1][1]
@@ -289,8 +289,8 @@ def test_image_after_an_interrupted_one_is_correct(model: str, result: Result) -
     request = make_request("a red apple", model, "cpu", 7, dtype="float32", num_inference_steps=2)
     loaded = load_model(request)
     with pytest.raises(KeyboardInterrupt):
-        generate_image(loaded, "a red apple", 7, request.call, RecordingListener(end_at=1))
-    assert generate_image(loaded, "a red apple", 7, request.call).image.tobytes() == result[0].tobytes()
+        generate_one(loaded, "a red apple", 7, request.call, RecordingListener(end_at=1))
+    assert generate_one(loaded, "a red apple", 7, request.call).image.tobytes() == result[0].tobytes()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from PIL import Image
 from anyaccel.errors import UsageError
 from anyaccel.generation.image_format import encode_image, read_metadata
 from anyaccel.generation.metadata import (
-    ImageMetadata,
+    MediaMetadata,
     describe_metadata,
     find_differences,
     read_document,
@@ -26,7 +26,7 @@ from anyaccel.generation.metadata import (
 from anyaccel.generation.model_name import digest_folder, resolve_model
 
 RECORDED_CALL, _ = record_call({"original_size": (64, 64), "sigmas": [1.0, 0.5], "clip_skip": 1})
-METADATA = ImageMetadata(
+METADATA = MediaMetadata(
     model="org/name",
     revision="0123456789abcdef0123456789abcdef01234567",
     pipeline="StableDiffusionPipeline",

@@ -16,7 +16,7 @@ from anyaccel.cli.main import main
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.generation.generate import generate
-from anyaccel.generation.image import generate_image
+from anyaccel.generation.media import generate_one
 from anyaccel.generation.model_loading import load_model, release_model
 from anyaccel.generation.model_name import digest_folder
 from anyaccel.generation.request import make_request
@@ -139,7 +139,7 @@ def test_guider_is_restored_after_an_error(folder: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        generate_image(loaded, "a red fox", 7, request.call, FailingListener())
+        generate_one(loaded, "a red fox", 7, request.call, FailingListener())
     assert loaded.pipe.guider is guider
     assert dict(loaded.pipe.config) == index
 
@@ -183,7 +183,7 @@ def test_listener_receives_components_and_steps(folder: Path, capsys: Any) -> No
     request = make_request("a red fox", folder, "cpu", 7, dtype="float32", **call_of(XL))
     listener = RecordingListener()
     loaded = load_model(request, listener)
-    generate_image(loaded, "a red fox", 7, request.call, listener)
+    generate_one(loaded, "a red fox", 7, request.call, listener)
     assert {"unet", "vae", "text_encoder", "tokenizer", "scheduler", ""} <= set(listener.components)
     assert listener.steps[0] == (0, 2)
     assert listener.steps[-1] == (2, 2)

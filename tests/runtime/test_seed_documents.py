@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning"),
 ]
 
-GeneratedImage = numpy.typing.NDArray[numpy.float32]
+GeneratedMedia = numpy.typing.NDArray[numpy.float32]
 Block = dict[str, Any]
 library: Any = diffusers
 """diffusers as `Any`, because its classes have no annotations."""
@@ -239,14 +239,14 @@ def execute(block: str, folder: Path) -> Block:
     return names
 
 
-def read_image(names: Block) -> GeneratedImage:
+def read_image(names: Block) -> GeneratedMedia:
     return numpy.asarray(names["image"], dtype=numpy.float32) / numpy.float32(255)
 
 
-def run_block(block: str, device: str, folder: Path) -> tuple[GeneratedImage, str, str]:
+def run_block(block: str, device: str, folder: Path) -> tuple[GeneratedMedia, str, str]:
     """Run a block on a virtual device; return the image and the plan's device and dtype."""
 
-    def use(accelerator: VirtualAccelerator) -> tuple[GeneratedImage, str, str]:
+    def use(accelerator: VirtualAccelerator) -> tuple[GeneratedMedia, str, str]:
         names = execute(block, folder)
         pipe: Any = names.get("pipe", names.get("pipeline"))
         assert isinstance(pipe, library.DiffusionPipeline)
@@ -260,7 +260,7 @@ def run_block(block: str, device: str, folder: Path) -> tuple[GeneratedImage, st
 
 
 @pytest.fixture(scope="module")
-def expected(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, GeneratedImage]:
+def expected(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, GeneratedMedia]:
     """Return the images of plain diffusers on the CPU in float32."""
     folder = tmp_path_factory.mktemp("cpu")
     return {name: read_image(execute(adapt_for_cpu(block, models), folder)) for name, (_, block) in BLOCKS.items()}
@@ -276,7 +276,7 @@ def expected(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
     ],
 )
 def test_the_code_of_a_document_runs(
-    name: str, dtype: str, models: dict[str, str], expected: dict[str, GeneratedImage], tmp_path: Path
+    name: str, dtype: str, models: dict[str, str], expected: dict[str, GeneratedMedia], tmp_path: Path
 ) -> None:
     device, block = BLOCKS[name]
     image, planned_device, planned_dtype = run_block(adapt(block, models), device, tmp_path)
@@ -288,7 +288,7 @@ def test_the_code_of_a_document_runs(
 
 @pytest.mark.parametrize("name", ["gaudi", "mps", "neuron"])
 def test_in_float32_the_code_of_a_document_gives_the_image_of_the_cpu(
-    name: str, models: dict[str, str], expected: dict[str, GeneratedImage], tmp_path: Path
+    name: str, models: dict[str, str], expected: dict[str, GeneratedMedia], tmp_path: Path
 ) -> None:
     """The dtype is replaced too: the default on MPS is float16."""
     device, block = BLOCKS[name]
@@ -403,7 +403,7 @@ def test_on_mps_prompts_run_one_by_one_and_slicing_gives_the_same_images() -> No
     call: dict[str, Any] = {"height": 16, "width": 16, "num_inference_steps": 2, "output_type": "np"}
     prompts = ["an astronaut", "a horse"]
 
-    def use(accelerator: VirtualAccelerator) -> tuple[list[int], list[GeneratedImage]]:
+    def use(accelerator: VirtualAccelerator) -> tuple[list[int], list[GeneratedMedia]]:
         pipe = anyaccel.place(recipes()["stable-diffusion"].make(), "mps", dtype="float32")
         pipe.set_progress_bar_config(disable=True)
         sizes = record_rows(pipe.unet)

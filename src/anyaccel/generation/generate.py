@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from anyaccel.generation.contact_sheets import make_sheet
-from anyaccel.generation.image import GeneratedImage, generate_image
 from anyaccel.generation.image_format import encode_image
+from anyaccel.generation.media import GeneratedMedia, generate_one
 from anyaccel.generation.media_format import encode_media
-from anyaccel.generation.metadata import ImageMetadata
+from anyaccel.generation.metadata import MediaMetadata
 from anyaccel.generation.model_loading import LOCK, load_model, open_requested_device
 from anyaccel.generation.output_files import file_exists_error, read_destination
 from anyaccel.generation.request import make_request
@@ -53,7 +53,7 @@ class Result:
     """Seed of each image, video or audio, which reproduces it on its own."""
     plan: Plan
     timings: Timings
-    metadata: tuple[ImageMetadata, ...] = ()
+    metadata: tuple[MediaMetadata, ...] = ()
     """Metadata of each image, video or audio, as stored in its file."""
     videos: list[Video] = field(default_factory=list)
     """Videos: `frames` (PIL images), `fps` and, if there is an audio track, `audio`."""
@@ -196,11 +196,11 @@ def generate(
         request = open_requested_device(request)
         check_request(request)
         loaded = load_model(request)
-        generated = [generate_image(loaded, text, image_seed, request.call) for text, image_seed in request.images]
+        generated = [generate_one(loaded, text, image_seed, request.call) for text, image_seed in request.images]
     return _make_result(generated, loaded.load_s)
 
 
-def _make_result(generated: list[GeneratedImage], load_s: float) -> Result:
+def _make_result(generated: list[GeneratedMedia], load_s: float) -> Result:
     media = [item.media for item in generated]
     return Result(
         images=[item for item in media if isinstance(item, Image.Image)],

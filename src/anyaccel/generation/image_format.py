@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anyaccel.errors import UsageError
-from anyaccel.generation.metadata import ImageMetadata, describe_metadata, read_document, write_document
+from anyaccel.generation.metadata import MediaMetadata, describe_metadata, read_document, write_document
 from anyaccel.media.formats import SUFFIXES as MEDIA_SUFFIXES
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ SUFFIXES = tuple(item.suffix for item in MEDIA_SUFFIXES.values() if "image" in i
 _QUALITY = 95
 
 
-def encode_image(image: Image.Image, suffix: str, metadata: Sequence[ImageMetadata], quality: int = _QUALITY) -> bytes:
+def encode_image(image: Image.Image, suffix: str, metadata: Sequence[MediaMetadata], quality: int = _QUALITY) -> bytes:
     """Return the bytes of an image file that includes the metadata of one or more images.
 
     `suffix` selects the format. A contact sheet includes the metadata of several images. The output is
@@ -40,7 +40,7 @@ def encode_image(image: Image.Image, suffix: str, metadata: Sequence[ImageMetada
     )
 
 
-def read_metadata(path: str | os.PathLike[str]) -> tuple[ImageMetadata, ...]:
+def read_metadata(path: str | os.PathLike[str]) -> tuple[MediaMetadata, ...]:
     """Return the metadata in an image file: one item, or one per image on a contact sheet.
 
     Raises UsageError if the file contains no valid metadata.

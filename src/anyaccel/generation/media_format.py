@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.generation.image_format import encode_image, read_metadata
-from anyaccel.generation.metadata import ImageMetadata, describe_metadata, write_document
+from anyaccel.generation.metadata import MediaMetadata, describe_metadata, write_document
 from anyaccel.generation.pipeline_interface import PipelineInterface
 from anyaccel.media.encode import encode, estimate_bytes
 from anyaccel.media.formats import SUFFIXES, check_format
@@ -33,7 +33,7 @@ class EncodedFile:
 def encode_media(
     media: Media,
     suffix: str,
-    metadata: Sequence[ImageMetadata],
+    metadata: Sequence[MediaMetadata],
     quality: int = 95,
     on_frame: Callable[[int, int], None] | None = None,
 ) -> EncodedFile:

@@ -20,7 +20,7 @@ from anyaccel.generation.recorded_files import (
 
 __all__ = [
     "FORMAT",
-    "ImageMetadata",
+    "MediaMetadata",
     "describe_metadata",
     "find_differences",
     "read_document",
@@ -42,12 +42,12 @@ _ADDED_IN_3 = ("kind", "inputs", "adapters", "requested_scheduler", "fps", "fram
 
 # Key of the JSON object that stands for a tuple: JSON has only lists.
 _TUPLE = "tuple of"
-# Call arguments with their own field in `ImageMetadata`.
+# Call arguments with their own field in `MediaMetadata`.
 _OWN_FIELDS = ("num_inference_steps", "guidance_scale", "negative_prompt")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageMetadata:
+class MediaMetadata:
     """Everything that determines an image, a video or audio: the model, call, device and software versions."""
 
     model: str
@@ -147,7 +147,7 @@ class ImageMetadata:
 def record_call(call: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the call arguments to record, and the names of those that cannot be stored as JSON.
 
-    Arguments that have their own field in `ImageMetadata`, such as input files, are omitted.
+    Arguments that have their own field in `MediaMetadata`, such as input files, are omitted.
     """
     recorded: dict[str, Any] = {}
     unrecorded: list[str] = []
@@ -178,7 +178,7 @@ def _unpack(value: Any) -> Any:
     return [_unpack(item) for item in value] if isinstance(value, list) else value
 
 
-def write_document(metadata: Sequence[ImageMetadata]) -> str:
+def write_document(metadata: Sequence[MediaMetadata]) -> str:
     """Return the metadata of one result, or of all images on a contact sheet, as an ASCII JSON document."""
     documents = [_to_document(item) for item in metadata]
     newest = any(name in document for document in documents for name in _ADDED_IN_3)
@@ -196,7 +196,7 @@ def write_document(metadata: Sequence[ImageMetadata]) -> str:
     return json.dumps({"format": FORMAT if newest else _IMAGES_FORMAT, **shared, "images": images})
 
 
-def _to_document(metadata: ImageMetadata) -> dict[str, Any]:
+def _to_document(metadata: MediaMetadata) -> dict[str, Any]:
     document = asdict(metadata)
     for item in fields(metadata):
         if item.name in _ADDED_IN_3 and document[item.name] == item.default:
@@ -204,7 +204,7 @@ def _to_document(metadata: ImageMetadata) -> dict[str, Any]:
     return document
 
 
-def read_document(text: str) -> tuple[ImageMetadata, ...]:
+def read_document(text: str) -> tuple[MediaMetadata, ...]:
     """Return the metadata for each image in a document; raise ValueError if the document is not valid."""
     document = json.loads(text)
     if not isinstance(document, dict) or not isinstance(document.get("format"), int):
@@ -219,7 +219,7 @@ def read_document(text: str) -> tuple[ImageMetadata, ...]:
     return tuple(_read_image_metadata({**document, **image}) for image in images)
 
 
-# JSON types for each annotation in `ImageMetadata`, which `from __future__ import annotations` turns into strings.
+# JSON types for each annotation in `MediaMetadata`, which `from __future__ import annotations` turns into strings.
 _FIELD_TYPES: Mapping[str, tuple[type, ...]] = {
     "str": (str,),
     "str | None": (str, type(None)),
@@ -234,13 +234,13 @@ _FIELD_TYPES: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def _read_image_metadata(document: Mapping[str, Any]) -> ImageMetadata:
+def _read_image_metadata(document: Mapping[str, Any]) -> MediaMetadata:
     """Return the metadata of one image; raise ValueError if a field is missing or invalid.
 
     Unknown fields, which later versions may add, are ignored.
     """
     values: dict[str, Any] = {}
-    for attribute in fields(ImageMetadata):
+    for attribute in fields(MediaMetadata):
         if attribute.name not in document and attribute.name in (*_ADDED_IN_2, *_ADDED_IN_3):
             continue
         if attribute.name not in document:
@@ -251,14 +251,14 @@ def _read_image_metadata(document: Mapping[str, Any]) -> ImageMetadata:
         if is_misplaced_bool or not isinstance(value, _FIELD_TYPES[str(attribute.type)]):
             raise ValueError(f"the field {attribute.name!r} has the invalid value {value!r:.60}")
         values[attribute.name] = tuple(value) if isinstance(value, list) else value
-    metadata = ImageMetadata(**values)
+    metadata = MediaMetadata(**values)
     check_recorded_files((*metadata.inputs, *metadata.adapters))
     if not 0 <= metadata.seed <= LARGEST_SEED:
         raise ValueError(f"the seed must be an integer from 0 to 2**64 - 1, not {metadata.seed}")
     return metadata
 
 
-def describe_metadata(metadata: ImageMetadata) -> str:
+def describe_metadata(metadata: MediaMetadata) -> str:
     """Return the metadata as text in the `parameters` format of stable-diffusion-webui."""
     values = {
         "Steps": metadata.steps,
@@ -285,7 +285,7 @@ def describe_metadata(metadata: ImageMetadata) -> str:
     return "\n".join(lines)
 
 
-def find_differences(recorded: ImageMetadata, current: ImageMetadata) -> list[str]:
+def find_differences(recorded: MediaMetadata, current: MediaMetadata) -> list[str]:
     """Return one line for each difference that can affect the image, such as a package version."""
     differences = []
     for package in sorted({*recorded.versions, *current.versions}):

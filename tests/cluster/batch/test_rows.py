@@ -13,7 +13,7 @@ from anyaccel.cluster.batch.manifest import OutputFolder
 from anyaccel.cluster.batch.rows import BatchRow, check_parameters, read_rows
 from anyaccel.errors import AnyaccelError, UsageError
 from anyaccel.generation.image_format import encode_image
-from anyaccel.generation.metadata import ImageMetadata
+from anyaccel.generation.metadata import MediaMetadata
 from anyaccel.processes.forked_call import call_in_fork
 
 RUN = {"input": "abc", "model": "embedded"}
@@ -28,7 +28,7 @@ def image_content(**changes: Any) -> bytes:
         "model": "embedded", "revision": None, "pipeline": "StableDiffusionPipeline", "prompt": "a red apple",
         "seed": 7, "width": 8, "height": 8, "dtype": "float32", "device": "cpu:0", "virtual": False, "steps": 2,
     }  # fmt: skip
-    return encode_image(Image.new("RGB", (8, 8)), ".png", [ImageMetadata(**{**facts, **changes})])
+    return encode_image(Image.new("RGB", (8, 8)), ".png", [MediaMetadata(**{**facts, **changes})])
 
 
 def test_a_row_has_a_prompt_a_seed_and_arguments_of_the_call(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from anyaccel.errors import ModelError, UsageError
 from anyaccel.generation.call_values import convert_settings, parse_settings
 from anyaccel.generation.input_files import read_inputs
 from anyaccel.generation.inputs import INPUT_OPTIONS
-from anyaccel.generation.metadata import ImageMetadata
+from anyaccel.generation.metadata import MediaMetadata
 from anyaccel.generation.model_name import ResolvedModel, resolve_model
 from anyaccel.generation.request import GenerationRequest, make_request
 
@@ -28,11 +28,11 @@ class GenerateTask:
     """A generation request, with the metadata of the original image if it regenerates one."""
 
     request: GenerationRequest
-    original: ImageMetadata | None = None
+    original: MediaMetadata | None = None
     """Metadata of the image to regenerate; None for a new image."""
 
 
-def make_tasks(options: Options, prompts: Sequence[str], originals: Sequence[ImageMetadata]) -> list[GenerateTask]:
+def make_tasks(options: Options, prompts: Sequence[str], originals: Sequence[MediaMetadata]) -> list[GenerateTask]:
     """Return one task for all prompts, or one task per image to regenerate.
 
     Command-line options override the metadata of the original images.
@@ -73,7 +73,7 @@ def _read_settings(options: Options, model: ResolvedModel) -> dict[str, Any]:
     return convert_settings(texts, None if interface is None else interface.parameters, name)
 
 
-def _regenerate(options: Options, original: ImageMetadata) -> GenerateTask:
+def _regenerate(options: Options, original: MediaMetadata) -> GenerateTask:
     """Return the task that regenerates an image, on the original device type if it is available."""
     call, additions = options.read_call(), options.read_additions()
     replaced = {*call, *additions, *(_LENGTHS if set(call) & set(_LENGTHS) else ())}

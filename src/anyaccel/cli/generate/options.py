@@ -17,7 +17,7 @@ from anyaccel.generation.inputs import INPUT_OPTIONS
 from anyaccel.runtime.durations import check_duration
 
 if TYPE_CHECKING:
-    from anyaccel.generation.metadata import ImageMetadata
+    from anyaccel.generation.metadata import MediaMetadata
     from anyaccel.generation.output_files import Destination
 
 __all__ = ["STDOUT", "Options", "read_prompts_file"]
@@ -180,7 +180,7 @@ class Options:
 
         return read_destination(self.output, images=images, sheet=self.grid, force=self.force)
 
-    def read_metadata(self) -> tuple[ImageMetadata, ...]:
+    def read_metadata(self) -> tuple[MediaMetadata, ...]:
         """Return the metadata stored in the `--from` file, or an empty tuple without `--from`.
 
         A contact sheet contains the metadata for each of its images.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from anyaccel.cli.generate.generation_requests import GenerateTask
-    from anyaccel.generation.image import GeneratedImage
+    from anyaccel.generation.media import GeneratedMedia
     from anyaccel.generation.media_format import EncodedFile
     from anyaccel.generation.model_loading import LoadedModel
     from anyaccel.generation.output_files import Destination
@@ -48,7 +48,7 @@ class GenerateRun(ProgressListener):
         """Number of images, videos or audio files to generate."""
         self.kind: Kind = "image"
         """What the model generates, as far as it is known before the first result."""
-        self.finished: list[tuple[Path | None, GeneratedImage]] = []
+        self.finished: list[tuple[Path | None, GeneratedMedia]] = []
         """Path and content of each finished file; the path is None for stdout."""
         self.sheet_path: Path | None = None
         self.notes: set[str] = set()
@@ -196,7 +196,7 @@ class GenerateRun(ProgressListener):
             self.display.print_line(f"note: {note}")
 
     def _warn_about_differences(self, loaded: LoadedModel, task: GenerateTask) -> None:
-        from anyaccel.generation.image import expected_metadata
+        from anyaccel.generation.media import expected_metadata
         from anyaccel.generation.metadata import find_differences
 
         assert task.original is not None
@@ -211,13 +211,13 @@ class GenerateRun(ProgressListener):
 
     def _generate(self, loaded: LoadedModel, task: GenerateTask, prompt: str | None, seed: int) -> None:
         """Generate one image, video or audio and write it."""
-        from anyaccel.generation.image import generate_image
+        from anyaccel.generation.media import generate_one
 
         index = len(self.finished)
         number = f" {index + 1} of {self.total}" if self.total > 1 else ""
         self.display.start_phase(f"Generating {self.kind}{number}")
         with self.interruption.at_steps():
-            generated = generate_image(loaded, prompt, seed, task.request.call, self)
+            generated = generate_one(loaded, prompt, seed, task.request.call, self)
             self.display.clear()
             self.kind = generated.metadata.kind  # type: ignore[assignment]
             if self.kind == "video":
@@ -237,7 +237,7 @@ class GenerateRun(ProgressListener):
                 show_media(generated.media, sys.stdout, self.options.show)
                 _print_result(f"{path}  seed {seed}")
 
-    def _encode(self, generated: GeneratedImage) -> EncodedFile | None:
+    def _encode(self, generated: GeneratedMedia) -> EncodedFile | None:
         """Return the file of a result, or None if only the contact sheet is written to stdout."""
         from anyaccel.generation.media_format import encode_media
         from anyaccel.media.formats import default_suffix
@@ -250,7 +250,7 @@ class GenerateRun(ProgressListener):
             suffix = self.destination.choose_suffix(self.kind)
         return encode_media(generated.media, suffix, [generated.metadata], on_frame=self.on_frame)
 
-    def _write(self, generated: GeneratedImage, encoded: EncodedFile | None, index: int) -> Path | None:
+    def _write(self, generated: GeneratedMedia, encoded: EncodedFile | None, index: int) -> Path | None:
         """Write a result and return its path, or None if it is written to stdout."""
         metadata = generated.metadata
         if self.destination is None or encoded is None:
@@ -294,7 +294,7 @@ class GenerateRun(ProgressListener):
             )
             return saved
 
-    def _as_json(self, path: Path | None, generated: GeneratedImage) -> dict[str, Any]:
+    def _as_json(self, path: Path | None, generated: GeneratedMedia) -> dict[str, Any]:
         record = asdict(generated.metadata)
         del record["scheduler_config"]  # long, and the file contains it
         sheet = {"grid": str(self.sheet_path)} if self.sheet_path else {}

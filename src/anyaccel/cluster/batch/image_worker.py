@@ -141,8 +141,8 @@ class ImageWorker:
 
     def _generate(self, rows: Sequence[BatchRow]) -> list[RowImage | RowFailed]:
         from anyaccel.generation.adapters import read_additions
-        from anyaccel.generation.image import generate_images
         from anyaccel.generation.input_files import read_inputs
+        from anyaccel.generation.media import generate_batch
         from anyaccel.generation.media_format import encode_media
         from anyaccel.media.formats import default_suffix
         from anyaccel.media.types import kind_of
@@ -150,7 +150,7 @@ class ImageWorker:
         start = time.perf_counter()
         loaded = self._find_loaded(read_additions(**rows[0].additions))
         call = {**self.request.call, **read_inputs(rows[0].call)}
-        results = generate_images(loaded, [row.prompt for row in rows], [row.seed for row in rows], call)
+        results = generate_batch(loaded, [row.prompt for row in rows], [row.seed for row in rows], call)
         suffixes = [default_suffix(kind_of(result.media)) for result in results]
         files = [
             encode_media(result.media, suffix, [result.metadata])

@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 
 from anyaccel.generation.media_format import encode_media
-from anyaccel.generation.metadata import ImageMetadata
+from anyaccel.generation.metadata import MediaMetadata
 from anyaccel.media.encode import encode
 from anyaccel.media.formats import SUFFIXES as FORMATS
 from anyaccel.media.formats import check_format
@@ -44,7 +44,7 @@ def check_result_format(spec: JobSpec, *, with_audio: bool) -> None:
 def encode_result(
     media: Media,
     spec: JobSpec,
-    metadata: ImageMetadata,
+    metadata: MediaMetadata,
     inputs: Mapping[str, str | bytes],
     on_frame: Callable[[int, int], None],
 ) -> ResultFiles:

@@ -15,9 +15,9 @@ from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.errors import AnyaccelError, DoesNotFitError, NotFiniteError
 from anyaccel.generation.call_validation import check_size, find_default, list_parameters, map_call
 from anyaccel.generation.guider import using_guidance_scale
-from anyaccel.generation.image import describe_result, expected_metadata, group_ip_images
 from anyaccel.generation.inputs import InputMedia
-from anyaccel.generation.metadata import ImageMetadata
+from anyaccel.generation.media import describe_result, expected_metadata, group_ip_images
+from anyaccel.generation.metadata import MediaMetadata
 from anyaccel.generation.model_loading import LoadedModel, load_uncached
 from anyaccel.generation.outputs import collect_media, select_outputs
 from anyaccel.generation.pipeline_interface import read_interface
@@ -159,7 +159,7 @@ class ServedModel:
 
     def generate(
         self, spec: JobSpec, index: int, inputs: Mapping[str, list[Image.Image]], observer: StepObserver
-    ) -> tuple[Media, ImageMetadata]:
+    ) -> tuple[Media, MediaMetadata]:
         """Generate the result at position `index` of a job; return it with its metadata.
 
         Raises `UnsafeContentError` if the model's safety checker rejects the image.

@@ -17,7 +17,7 @@ from anyaccel.errors import AnyaccelError, UsageError, first_line
 from anyaccel.generation.call_validation import check_outputs, check_size, find_default, find_missing_image, map_call
 from anyaccel.generation.guider import using_guidance_scale
 from anyaccel.generation.inputs import INPUT_OPTIONS
-from anyaccel.generation.metadata import ImageMetadata, record_call
+from anyaccel.generation.metadata import MediaMetadata, record_call
 from anyaccel.generation.model_loading import LoadedModel
 from anyaccel.generation.outputs import collect_media, select_outputs
 from anyaccel.generation.pipeline_interface import read_interface
@@ -33,11 +33,11 @@ from anyaccel.runtime.introspection import find_components, find_models, plain_c
 from anyaccel.runtime.placement_state import find_options
 
 __all__ = [
-    "GeneratedImage",
+    "GeneratedMedia",
     "describe_result",
     "expected_metadata",
-    "generate_image",
-    "generate_images",
+    "generate_batch",
+    "generate_one",
     "group_ip_images",
 ]
 
@@ -46,11 +46,11 @@ _PACKAGES = ("anyaccel", "diffusers", "torch", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeneratedImage:
+class GeneratedMedia:
     """A generated image, video or audio, with its metadata, plan and generation time."""
 
     media: Media
-    metadata: ImageMetadata
+    metadata: MediaMetadata
     plan: Plan
     seconds: float
     """Duration of the call, divided by the number of its results."""
@@ -65,26 +65,26 @@ class GeneratedImage:
         return self.media
 
 
-def generate_image(
+def generate_one(
     loaded: LoadedModel,
     prompt: str | None,
     seed: int,
     call: Mapping[str, Any],
     listener: ProgressListener | None = None,
-) -> GeneratedImage:
+) -> GeneratedMedia:
     """Generate one image, video or audio in its own pipeline call, so that it does not depend on others."""
     # Not batched: kernels round differently for other batch sizes, so an image would depend on the others in its batch
     # (https://github.com/huggingface/diffusers/issues/2659).
-    return generate_images(loaded, [prompt], [seed], call, listener)[0]
+    return generate_batch(loaded, [prompt], [seed], call, listener)[0]
 
 
-def generate_images(
+def generate_batch(
     loaded: LoadedModel,
     prompts: Sequence[str | None],
     seeds: Sequence[int],
     call: Mapping[str, Any],
     listener: ProgressListener | None = None,
-) -> list[GeneratedImage]:
+) -> list[GeneratedMedia]:
     """Generate one image per prompt in a single pipeline call; videos, audio and calls with inputs one at a time.
 
     The images differ only by rounding from those generated one at a time.
@@ -94,7 +94,7 @@ def generate_images(
     check_outputs(interface)
     if count > 1 and (interface.kind != "image" or list_inputs(call)):
         pairs = zip(prompts, seeds, strict=True)
-        return [generate_image(loaded, prompt, seed, call, listener) for prompt, seed in pairs]
+        return [generate_one(loaded, prompt, seed, call, listener) for prompt, seed in pairs]
     has_prompt = "prompt" in interface.parameters and prompts[0] is not None
     mapped = map_call(interface, call, prompt=has_prompt or bool(prompts[0]))
     check_size(pipe, mapped)
@@ -115,7 +115,7 @@ def generate_images(
     results = collect_media(interface, output, fps, count)
     seconds = (time.perf_counter() - start) / count
     return [
-        GeneratedImage(
+        GeneratedMedia(
             media=media,
             metadata=describe_result(expected_metadata(loaded, prompt, seed, call), media),
             plan=pipe.plan,
@@ -132,7 +132,7 @@ def group_ip_images(arguments: Mapping[str, Any], adapters: int) -> dict[str, An
     return {"ip_adapter_image": [images]} if adapters == 1 and isinstance(images, list) else {}
 
 
-def describe_result(metadata: ImageMetadata, media: Media) -> ImageMetadata:
+def describe_result(metadata: MediaMetadata, media: Media) -> MediaMetadata:
     """Return the metadata with the actual size and length of a result."""
     if isinstance(media, Audio):
         return replace(metadata, kind="audio", sampling_rate=media.rate)
@@ -143,14 +143,14 @@ def describe_result(metadata: ImageMetadata, media: Media) -> ImageMetadata:
     return replace(metadata, width=media.width, height=media.height)
 
 
-def expected_metadata(loaded: LoadedModel, prompt: str | None, seed: int, call: Mapping[str, Any]) -> ImageMetadata:
+def expected_metadata(loaded: LoadedModel, prompt: str | None, seed: int, call: Mapping[str, Any]) -> MediaMetadata:
     """Return the metadata for an image that has not been generated yet; its width and height are 0."""
     pipe = find_pipe(loaded, call)
     plan = pipe.plan
     scheduler, scheduler_config = _read_scheduler(pipe)
     recorded, unrecorded = record_call(call)
     versions = this_machine().versions
-    return ImageMetadata(
+    return MediaMetadata(
         model=loaded.model.name,
         revision=loaded.revision,
         pipeline=plain_class(pipe).__name__,
