@@ -13,15 +13,15 @@ from tests.generation.models import LIBRARY
 __all__ = ["save_controlnet", "save_ip_adapter", "save_lora"]
 
 
-def _make_unet() -> Any:
-    pipe: Any = recipes()["stable-diffusion"].make()
+def _make_unet(recipe: str = "stable-diffusion") -> Any:
+    pipe: Any = recipes()[recipe].make()
     return pipe.unet
 
 
-def save_lora(path: Path, seed: int = 1) -> str:
+def save_lora(path: Path, seed: int = 1, recipe: str = "stable-diffusion") -> str:
     """Write the file of a LoRA for the attention of the UNet, and return its path."""
     generator, weights = torch.Generator().manual_seed(seed), {}
-    for name, layer in _make_unet().named_modules():
+    for name, layer in _make_unet(recipe).named_modules():
         if name.endswith(("to_q", "to_v")):
             rows, columns = layer.weight.shape
             weights[f"unet.{name}.lora_A.weight"] = torch.randn(2, columns, generator=generator)

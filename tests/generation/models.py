@@ -12,6 +12,7 @@ from PIL import Image
 
 from anyaccel.recipes import recipes
 from anyaccel.recipes.families.adapters import parts_for_ip_adapter
+from anyaccel.recipes.families.wan import parts_for_images
 from anyaccel.recipes.recipe import assemble
 
 LIBRARY: Any = diffusers
@@ -28,10 +29,11 @@ def _root() -> Path:
 def save_model(name: str) -> str:
     """Save the pipeline of a recipe to a folder, once for all tests, and return its path.
 
-    `ip-adapter-base` is Stable Diffusion with the image encoder of the recipe `ip-adapter`, without the IP-Adapter.
+    `ip-adapter-base` is Stable Diffusion with the image encoder of the recipe `ip-adapter`, without the IP-Adapter, and
+    `wan-first-last` a Wan model for a first and a last frame.
     """
     folder = _root() / name
-    pipe: Any = _make_ip_adapter_base() if name == "ip-adapter-base" else recipes()[name].make()
+    pipe: Any = _VARIANTS[name]() if name in _VARIANTS else recipes()[name].make()
     if isinstance(pipe, LIBRARY.ModularPipeline):
         pipe.save_pretrained(str(folder), overwrite_modular_index=True)
     else:
@@ -41,6 +43,20 @@ def save_model(name: str) -> str:
 
 def _make_ip_adapter_base() -> Any:
     return assemble("StableDiffusionPipeline", parts_for_ip_adapter)
+
+
+def _make_wan_first_last() -> Any:
+    def parts() -> dict[str, Any]:
+        found = parts_for_images()
+        config = found["image_encoder"].config
+        tokens = 2 * (1 + (config.image_size // config.patch_size) ** 2)
+        transformer = LIBRARY.WanTransformer3DModel(**{**found["transformer"].config, "pos_embed_seq_len": tokens})
+        return {**found, "transformer": transformer}
+
+    return assemble("WanImageToVideoPipeline", parts)
+
+
+_VARIANTS = {"ip-adapter-base": _make_ip_adapter_base, "wan-first-last": _make_wan_first_last}
 
 
 def call_stock(model: str, kind: str = "DiffusionPipeline", *, prompt: str | None = "a red fox", **call: Any) -> Any:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from PIL import Image
 
 from anyaccel.backends.device import this_machine
-from anyaccel.backends.out_of_memory import is_out_of_memory
-from anyaccel.errors import AnyaccelError, UsageError, first_line
-from anyaccel.generation.call_validation import check_outputs, check_size, find_default, find_missing_image, map_call
+from anyaccel.generation.call_errors import translating_errors
+from anyaccel.generation.call_validation import check_outputs, check_size, find_default, map_call
 from anyaccel.generation.guider import using_guidance_scale
-from anyaccel.generation.inputs import INPUT_OPTIONS
 from anyaccel.generation.metadata import MediaMetadata, record_call
 from anyaccel.generation.model_loading import LoadedModel
 from anyaccel.generation.outputs import collect_media, select_outputs
@@ -108,7 +105,7 @@ def generate_batch(
     start = time.perf_counter()
     with (
         counting_steps(pipe, listener),
-        _translate_errors(pipe, mapped),
+        translating_errors(pipe, mapped),
         using_guidance_scale(pipe, arguments) as passed,
     ):
         output = pipe(**{**passed, **select_outputs(interface)})
@@ -199,34 +196,3 @@ def _read_scheduler(pipe: Any) -> tuple[str | None, dict[str, Any]]:
         return None, {}
     # Some configs contain infinity, which is not valid JSON; store it as a string.
     return type(scheduler).__name__, json.loads(scheduler.to_json_string(), parse_constant=str)
-
-
-@contextmanager
-def _translate_errors(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
-    """Convert out-of-memory errors, and errors caused by a missing input image, to errors with a hint."""
-    try:
-        yield
-    except AnyaccelError:
-        raise
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise AnyaccelError(
-            f"out of memory on {pipe.plan.device}: {first_line(error)}",
-            hint="use a smaller image size, or a 16-bit dtype such as bfloat16",
-        ) from error
-    except (TypeError, ValueError, AttributeError) as error:
-        # Image-to-image pipelines accept None as an input image and fail later, with an unrelated message.
-        missing = find_missing_image(pipe, call)
-        if missing is not None:
-            name = plain_class(pipe).__name__
-            raise UsageError(
-                f"{name} failed, probably because it requires an input image ({missing}): {first_line(error)}",
-                hint=f"add {INPUT_OPTIONS.get(missing, missing)} PATH (in Python {missing}=…)",
-            ) from error
-        if not isinstance(error, ValueError):
-            raise
-        raise UsageError(
-            f"{plain_class(pipe).__name__} rejected the call: {first_line(error)}",
-            hint="correct the arguments or the inputs",
-        ) from error

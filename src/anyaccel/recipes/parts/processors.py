@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from anyaccel.recipes.lazy_modules import transformers
@@ -10,16 +11,34 @@ from anyaccel.recipes.parts.tokenizers import qwen_tokenizer
 __all__ = ["qwen_2_vl_processor", "qwen_3_vl_processor"]
 
 
+_SUFFIX = "WithoutVideo"
+
+
+def __getattr__(name: str) -> Any:
+    """Return the class with this name, for diffusers, which loads the component of a saved pipeline by name.
+
+    It looks up the base class, which has the methods for loading, in the same module.
+    """
+    if name == "ProcessorMixin":
+        return transformers.ProcessorMixin
+    base = getattr(transformers, name.removesuffix(_SUFFIX), None) if name.endswith(f"Processor{_SUFFIX}") else None
+    if base is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _without_video(base)
+
+
+@functools.cache
 def _without_video(processor: Any) -> Any:
     """Return a subclass of a transformers processor that does not require a video processor."""
 
     # The video processors of transformers require torchvision, which is not a dependency of anyaccel. transformers
     # reads the required parts from the names of the constructor arguments, so without this argument it needs none.
-    class ImageAndTextProcessor(processor):  # type: ignore[misc] # a dynamic base class
+    class WithoutVideo(processor):  # type: ignore[misc] # a dynamic base class
         def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str | None = None) -> None:
             super().__init__(image_processor, tokenizer, None, chat_template=chat_template)
 
-    return ImageAndTextProcessor
+    WithoutVideo.__name__ = WithoutVideo.__qualname__ = processor.__name__ + _SUFFIX
+    return WithoutVideo
 
 
 def _qwen_processor(processor: type, *, patch_size: int) -> Any:
