@@ -11,6 +11,7 @@ import torch
 
 from anyaccel.backends.device import open_device
 from anyaccel.bench.case import ANYACCEL, FAST, OFFLOADED, BenchCase
+from anyaccel.embedded.motion import is_motion_module, load_video_pipeline
 from anyaccel.explanation.model_configs import find_model
 from anyaccel.generation.call_validation import check_outputs, list_missing, map_call
 from anyaccel.generation.inputs import INPUT_PARAMETERS
@@ -66,6 +67,8 @@ def _make_stock(case: BenchCase) -> Any:
         pipe = library.ModularPipeline.from_pretrained(case.model)
         pipe.load_components(**options)
         return pipe.to(device)
+    if is_motion_module(case.model):
+        return load_video_pipeline(Path(case.model), **options).to(device)
     return library.DiffusionPipeline.from_pretrained(case.model, **options).to(device)
 
 

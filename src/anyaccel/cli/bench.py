@@ -123,15 +123,19 @@ def _make_cases(
     from anyaccel.backends.device_functions import dtype_name
     from anyaccel.bench.case import BenchCase
     from anyaccel.embedded.model import CALL_DEFAULTS, NAME
+    from anyaccel.embedded.motion import choose_name, fit_video_call
     from anyaccel.generation.model_name import resolve_model
 
     full_dtype = dtype_name(dtype)
     # All names are resolved first: a mistake in the last one must not surface after the others have run.
-    resolved = {name: resolve_model(name) for name in models or [NAME]}
+    resolved = {name: resolve_model(choose_name(name, call)) for name in models or [NAME]}
     return [
         BenchCase(
             model=model.source, title=name, device=device, dtype=full_dtype, options=options,
-            call={**(CALL_DEFAULTS if model.kind == "embedded" else {}), **call},
+            call={
+                **(CALL_DEFAULTS if model.kind == "embedded" else {}),
+                **(fit_video_call(call) if model.with_motion else call),
+            },
         )
         for name, model in resolved.items()
     ]  # fmt: skip

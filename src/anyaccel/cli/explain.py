@@ -96,9 +96,11 @@ def explain_model(
             from anyaccel.upstream.lazy_dynamo import import_dynamo_lazily
 
             import_dynamo_lazily()  # nothing is compiled
+            from anyaccel.embedded.motion import choose_name
             from anyaccel.explanation.explain import explain
             from anyaccel.explanation.model_configs import find_model
 
+            model = str(choose_name(model, {"frames": frames, "fps": fps, "seconds": seconds}))
             plan = explain(
                 model,
                 device,

@@ -162,7 +162,7 @@ def serve_models(
     keys = _read_keys(api_key)
     check_address(host, keys, without_key=no_key)  # before loading: a public address requires a key
     settings = ServerSettings(
-        models=read_served_names(models or ["embedded"]),
+        models=read_served_names(models or _list_default_models()),
         data=(data or _default_data_folder()).expanduser().absolute(),
         device=devices[0],
         dtype=dtype,
@@ -182,6 +182,13 @@ def serve_models(
         limits=read_limits(limit or (), max_queue),
     )
     _serve(settings, ray, devices, replicas)
+
+
+def _list_default_models() -> list[str]:
+    from anyaccel.embedded.model import NAME
+    from anyaccel.embedded.motion import VIDEO_NAME, has_motion_module
+
+    return [NAME, VIDEO_NAME] if has_motion_module() else [NAME]
 
 
 def _read_keys(api_key: list[str] | None) -> tuple[str, ...]:

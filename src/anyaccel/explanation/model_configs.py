@@ -7,11 +7,12 @@ import os
 from pathlib import Path
 
 from anyaccel.embedded.model import NAME, find_embedded_model
+from anyaccel.embedded.motion import VIDEO_NAME, find_motion_module, is_motion_module, read_video_index
 from anyaccel.errors import ModelError, first_line, nearest
 from anyaccel.explanation.known_models import find_bundled_configs, list_bundled_models
 from anyaccel.explanation.modular_folder import read_modular_folder
 from anyaccel.runtime.model_file_checks import INDEXES, check_index
-from anyaccel.tracing.model_folder import ModelFolder, read_model_folder
+from anyaccel.tracing.model_folder import Component, ModelFolder, read_json, read_model_folder
 from anyaccel.upstream.modular_index import MODULAR_INDEX, is_modular_folder
 
 __all__ = ["find_model"]
@@ -32,7 +33,9 @@ def find_model(model: str | os.PathLike[str], revision: str | None = None) -> Mo
         raise ModelError("the model name is empty", hint=f"pass a Hub ID, a folder, or `{NAME}` for the embedded model")
     if text == NAME:
         return read_model_folder(find_embedded_model())
-    path = Path(text).expanduser()
+    path = find_motion_module() if text == VIDEO_NAME else Path(text).expanduser()
+    if is_motion_module(path):
+        return _read_folder_with_motion(path)
     if path.is_dir():
         if is_modular_folder(path):
             return _read_modular_folder(path)
@@ -57,6 +60,21 @@ def find_model(model: str | os.PathLike[str], revision: str | None = None) -> Mo
         )
     downloaded = _download_configs(text, revision)
     return _read_modular_folder(downloaded) if is_modular_folder(downloaded) else read_model_folder(downloaded)
+
+
+def _read_folder_with_motion(path: Path) -> ModelFolder:
+    """Read the config files of the embedded model and of a motion module for it."""
+    images, index = read_model_folder(find_embedded_model()), read_video_index()
+    library, kind = index["motion_adapter"]
+    file = path / "config.json"
+    adapter = Component(name="motion_adapter", library=library, kind=kind, config=read_json(file), file=file)
+    return ModelFolder(
+        path=images.path,
+        pipeline=index["_class_name"],
+        components=(*(component for component in images.components if component.name in index), adapter),
+        switches={},
+        folders={"motion_adapter": path},
+    )
 
 
 def _read_modular_folder(path: Path) -> ModelFolder:

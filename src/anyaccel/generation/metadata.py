@@ -10,6 +10,8 @@ from typing import Any
 
 from anyaccel.backends.device_spec import DeviceSpec, read_device_name
 from anyaccel.call_limits import LARGEST_SEED
+from anyaccel.embedded.model import NAME
+from anyaccel.embedded.motion import VIDEO_NAME
 from anyaccel.errors import UsageError
 from anyaccel.generation.recorded_files import (
     check_recorded_files,
@@ -51,7 +53,7 @@ class MediaMetadata:
     """Everything that determines an image, a video or audio: the model, call, device and software versions."""
 
     model: str
-    """`embedded`, a Hub ID, or a folder, with `~` for the home folder."""
+    """`embedded`, `embedded-video`, a Hub ID, or a folder, with `~` for the home folder."""
     revision: str | None
     """Commit of a hub model; for a folder and the embedded model a digest of the files."""
     pipeline: str
@@ -101,7 +103,7 @@ class MediaMetadata:
     @property
     def is_from_hub(self) -> bool:
         """Whether the model comes from the Hugging Face Hub."""
-        return self.model != "embedded" and not self.model.startswith("~") and not Path(self.model).is_absolute()
+        return self.model not in (NAME, VIDEO_NAME) and not self.model.startswith("~") and not Path(self.model).is_absolute()
 
     @property
     def device_kind(self) -> str:

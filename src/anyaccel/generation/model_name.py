@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Literal
 
 from anyaccel.embedded.model import NAME, find_embedded_model
+from anyaccel.embedded.motion import VIDEO_NAME, find_motion_module, is_motion_module
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.runtime.model_file_checks import check_model_folder
 from anyaccel.upstream.modular_index import MODULAR_INDEX, is_modular_folder, read_modular_index
@@ -38,6 +39,8 @@ class ResolvedModel:
     """Argument for `from_pretrained`."""
     revision: str | None = None
     """Requested revision of a hub model."""
+    with_motion: bool = False
+    """Whether it is the embedded model with a motion module, which is then the source."""
 
 
 def resolve_model(model: str | os.PathLike[str] | None = None, revision: str | None = None) -> ResolvedModel:
@@ -58,6 +61,11 @@ def resolve_model(model: str | os.PathLike[str] | None = None, revision: str | N
         )
     if text == NAME:
         resolved = ResolvedModel(kind="embedded", name=NAME, source=str(find_embedded_model()))
+    elif text == VIDEO_NAME:
+        resolved = ResolvedModel(kind="embedded", name=text, source=str(find_motion_module()), with_motion=True)
+    elif is_motion_module(text):
+        path = Path(text).expanduser()
+        resolved = ResolvedModel(kind="embedded", name=abbreviate_home(path), source=str(path), with_motion=True)
     else:
         check_model_folder(text, pickles=False, trusted=False)
         path = Path(text).expanduser()
@@ -93,12 +101,22 @@ def find_revision(model: ResolvedModel) -> str | None:
         # The hub cache stores files under snapshots/COMMIT/.
         files = [try_to_load_from_cache(model.source, name, revision=model.revision) for name in _INDEXES]
         return next((Path(file).parent.name for file in files if isinstance(file, str)), None)
-    return _digest_embedded() if model.kind == "embedded" else digest_folder(Path(model.source))
+    if model.kind == "folder":
+        return digest_folder(Path(model.source))
+    return _digest_with_motion(Path(model.source)) if model.with_motion else _digest_embedded()
 
 
 @functools.cache
 def _digest_embedded() -> str:
     return digest_folder(find_embedded_model(), whole=True)
+
+
+def _digest_with_motion(folder: Path) -> str:
+    """Return a digest of the embedded model and a motion module."""
+    digest = hashlib.sha256(_digest_embedded().encode())
+    for file in sorted(folder.glob("*.*")):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return f"sha256:{digest.hexdigest()[:16]}"
 
 
 def digest_folder(folder: Path, *, whole: bool = False) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from anyaccel.call_limits import SIDES, check_side, check_steps, read_seeds
 from anyaccel.embedded.model import CALL_DEFAULTS
+from anyaccel.embedded.motion import choose_name, fit_video_call
 from anyaccel.errors import UsageError
 from anyaccel.generation.adapters import Additions, read_additions
 from anyaccel.generation.input_files import read_inputs
@@ -90,10 +91,10 @@ def make_request(
             hint='for example negative_prompt="blurry"',
         )
     _check_text("negative_prompt", negative)
-    resolved = resolve_model(model, revision)
+    resolved = resolve_model(choose_name(model, call), revision)
     # The defaults of StableDiffusionPipeline are meant for much larger models.
     if resolved.kind == "embedded":
-        call = {**CALL_DEFAULTS, **call}
+        call = {**CALL_DEFAULTS, **(fit_video_call(call) if resolved.with_motion else call)}
     seeds = _choose_seeds(seed, len(prompts), per_prompt)
     repeated = [text for text in prompts for _ in range(per_prompt)]
     images = tuple(zip(repeated, seeds, strict=True))

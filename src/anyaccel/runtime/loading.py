@@ -13,11 +13,12 @@ import torch
 from huggingface_hub import hf_hub_download
 
 from anyaccel.backends.device_functions import dtype_name, dtype_of
+from anyaccel.embedded.motion import is_motion_module, load_video_pipeline, read_video_index
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.runtime.custom_pipelines import check_class_name, find_custom_file, load_custom_class
 from anyaccel.runtime.loading_errors import call_diffusers
-from anyaccel.runtime.model_file_checks import check_model_folder, is_single_file
+from anyaccel.runtime.model_file_checks import check_model_folder, check_weights, is_single_file
 from anyaccel.runtime.modular_loading import is_modular, load_modular_pipeline
 from anyaccel.runtime.placement_state import find_placement
 from anyaccel.runtime.weight_files.loading import (
@@ -52,12 +53,21 @@ def load_pipeline(
             f"custom_pipeline={options['custom_pipeline']!r} would run code from the model repository",
             hint="review the code, then pass trust_remote_code=True",
         )
+    if is_motion_module(model):
+        load = functools.partial(_load_with_motion, options=options)
+        return call_diffusers(load, str(model), {}), placement_options
     single = is_single_file(model)
     # Before anything is loaded: a truncated file or a pickle must not be found after gigabytes have been read.
     check_model_folder(model, pickles=not options["use_safetensors"], trusted=bool(options.get("trust_remote_code")))
     if is_modular(kind, model):
         return load_modular_pipeline(str(model), options, target), placement_options
     return _load_files(kind, str(model), options, target, single=single), placement_options
+
+
+def _load_with_motion(folder: str, options: dict[str, Any]) -> Any:
+    """Load the embedded model with a motion module."""
+    check_weights(Path(folder).expanduser(), pickles=False)
+    return load_video_pipeline(Path(folder).expanduser(), **options)
 
 
 def _load_files(kind: Any, model: str, options: dict[str, Any], target: LoadTarget | None, *, single: bool) -> Any:
@@ -132,6 +142,8 @@ def _download_index(model: str, revision: str | None = None) -> dict[str, Any]:
 
 def _read_config(source: str, *, needed: bool) -> dict[str, Any]:
     """Return the config of a pipeline; an empty one for a Hub ID unless it is needed, which may download it."""
+    if is_motion_module(source):
+        return read_video_index()
     file = Path(source).expanduser() / "model_index.json"
     if file.is_file():
         return dict(json.loads(file.read_text()))

@@ -8,6 +8,7 @@ from typing import Any
 
 from anyaccel.backends.device import find_device, read_device
 from anyaccel.cli.generate.options import Options
+from anyaccel.embedded.motion import choose_name
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.generation.call_values import convert_settings, parse_settings
 from anyaccel.generation.input_files import read_inputs
@@ -41,7 +42,7 @@ def make_tasks(options: Options, prompts: Sequence[str], originals: Sequence[Med
         return [_regenerate(options, original) for original in originals]
     if not prompts and options.explain:
         prompts = [""]  # a plan does not depend on the prompt
-    settings = _read_settings(options, resolve_model(options.model))
+    settings = _read_settings(options, resolve_model(choose_name(options.model, options.read_call())))
     request = make_request(
         prompts or None,
         options.model,
@@ -79,7 +80,7 @@ def _regenerate(options: Options, original: MediaMetadata) -> GenerateTask:
     replaced = {*call, *additions, *(_LENGTHS if set(call) & set(_LENGTHS) else ())}
     recorded = original.arguments(replaced=replaced)
     model = options.model if options.model is not None else original.model
-    settings = _read_settings(options, resolve_model(model)) if options.settings else {}
+    settings = _read_settings(options, resolve_model(choose_name(model, recorded | call))) if options.settings else {}
     kind = recorded["device"]
     overrides: dict[str, Any] = {"device": options.device or (kind if _is_usable(kind) else "auto")}
     if overrides["device"] != kind:

@@ -140,6 +140,7 @@ class ImageWorker:
         return [outcome for row in rows for outcome in self.generate([row])]
 
     def _generate(self, rows: Sequence[BatchRow]) -> list[RowImage | RowFailed]:
+        from anyaccel.embedded.motion import fit_video_call
         from anyaccel.generation.adapters import read_additions
         from anyaccel.generation.input_files import read_inputs
         from anyaccel.generation.media import generate_batch
@@ -149,7 +150,8 @@ class ImageWorker:
 
         start = time.perf_counter()
         loaded = self._find_loaded(read_additions(**rows[0].additions))
-        call = {**self.request.call, **read_inputs(rows[0].call)}
+        row_call = fit_video_call(rows[0].call) if loaded.model.with_motion else rows[0].call
+        call = {**self.request.call, **read_inputs(row_call)}
         results = generate_batch(loaded, [row.prompt for row in rows], [row.seed for row in rows], call)
         suffixes = [default_suffix(kind_of(result.media)) for result in results]
         files = [

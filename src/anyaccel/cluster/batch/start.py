@@ -10,7 +10,7 @@ from anyaccel.backends.device_spec import AUTO, DeviceSpec
 from anyaccel.cluster.batch.image_worker import WorkerSettings
 from anyaccel.cluster.batch.local_worker_pool import LocalWorkerPool, WorkerPool
 from anyaccel.cluster.batch.manifest import OutputFolder
-from anyaccel.cluster.batch.rows import read_rows
+from anyaccel.cluster.batch.rows import BatchRow, read_rows
 from anyaccel.cluster.batch.runner import BatchRun, BatchSummary
 from anyaccel.cluster.device_slots import DeviceSlots, check_workers, find_device_slots, share_threads, slots_from_name
 from anyaccel.errors import UsageError
@@ -42,7 +42,9 @@ def run_batch(job: BatchJob, listener: ProgressListener) -> BatchSummary:
     check_speed(job.settings.speed)
     check_weights(job.settings.weights)
     rows, digest = read_rows(job.source)
-    model = resolve_model(job.settings.model)
+    name = _choose_model(job.settings.model, rows)
+    job = replace(job, settings=replace(job.settings, model=name))
+    model = resolve_model(name)
     pool, workers, slots = _create_pool(job)
     run = {
         "input": digest,
@@ -58,6 +60,20 @@ def run_batch(job: BatchJob, listener: ProgressListener) -> BatchSummary:
         summary = BatchRun(folder, rows, pool, workers, listener).run()
         folder.compact()
         return summary
+
+
+def _choose_model(name: str | None, rows: Sequence[BatchRow]) -> str | None:
+    """Return the model name for the rows: the embedded model uses its motion module if they are videos."""
+    from anyaccel.embedded.motion import choose_name
+
+    chosen = {choose_name(name, row.call): row for row in rows}
+    if len(chosen) > 1:
+        image = next(row for model, row in chosen.items() if model == name)
+        raise UsageError(
+            f"line {image.number} is an image, and other lines are videos",
+            hint="write images and videos of the embedded model to separate files, or add frames to this line",
+        )
+    return str(next(iter(chosen))) if None not in chosen else None
 
 
 def _create_pool(job: BatchJob) -> tuple[WorkerPool, Sequence[WorkerSettings], DeviceSlots]:

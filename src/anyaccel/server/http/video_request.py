@@ -60,8 +60,7 @@ def make_video_spec(
     values = read_common_values(request, facts, task, limits, from_form=from_form)
     # Not the size of the input image: photos are much larger than videos.
     width, height = find_size(request, facts, limits, None)
-    fps = request.fps or facts.video.fps
-    frames = _count_frames(request, facts.video, fps)
+    frames, fps = _choose_length(request, facts.video)
     _check_length(width, height, frames, limits)
     return JobSpec(
         seeds=(choose_seed(request),),
@@ -74,6 +73,21 @@ def make_video_spec(
         output_compression=95 if request.output_compression is None else request.output_compression,
         **values,
     )
+
+
+def _choose_length(request: VideoRequest, facts: VideoFacts) -> tuple[int, float]:
+    """Return the number of frames and the frame rate."""
+    fps = request.fps or facts.fps
+    if facts.only_frames is None:
+        return _count_frames(request, facts, fps), fps
+    if request.seconds is not None and request.num_frames is None and request.fps is None:
+        return facts.only_frames, facts.only_frames / _read_seconds(request.seconds)
+    frames = _count_frames(request, facts, fps)
+    if frames != facts.only_frames:
+        param = "num_frames" if request.seconds is None else "seconds"
+        message = f"the model generates videos of {facts.only_frames} frames, not {frames}; set seconds or fps, not both"
+        raise ApiError(400, "invalid_value", message, param=param)
+    return frames, fps
 
 
 def _count_frames(request: VideoRequest, facts: VideoFacts, fps: float) -> int:

@@ -12,6 +12,7 @@ from PIL import Image
 
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.embedded.model import CALL_DEFAULTS
+from anyaccel.embedded.motion import FRAMES
 from anyaccel.errors import AnyaccelError, DoesNotFitError, NotFiniteError
 from anyaccel.generation.call_validation import check_size, find_default, list_parameters, map_call
 from anyaccel.generation.guider import using_guidance_scale
@@ -20,7 +21,7 @@ from anyaccel.generation.media import describe_result, expected_metadata, group_
 from anyaccel.generation.metadata import MediaMetadata
 from anyaccel.generation.model_loading import LoadedModel, load_uncached
 from anyaccel.generation.outputs import collect_media, select_outputs
-from anyaccel.generation.pipeline_interface import read_interface
+from anyaccel.generation.pipeline_interface import PipelineInterface, read_interface
 from anyaccel.generation.request import make_request
 from anyaccel.media.formats import check_format, default_suffix
 from anyaccel.media.types import Kind, Media
@@ -42,7 +43,7 @@ from anyaccel.server.worker.denoise_progress import StepObserver, observing_step
 from anyaccel.server.worker.device_watch import DeviceWatch
 from anyaccel.server.worker.job_inputs import fit_inputs
 from anyaccel.server.worker.job_spec import JobSpec, Task
-from anyaccel.server.worker.messages import ModelFacts
+from anyaccel.server.worker.messages import ModelFacts, VideoFacts
 from anyaccel.server.worker.result_files import check_result_format
 from anyaccel.server.worker.served_tasks import (
     find_default_size,
@@ -143,10 +144,14 @@ class ServedModel:
             arguments={
                 task: find_settable_arguments(read_interface(pipe).parameters) for task, pipe in self.pipes.items()
             },
-            video=read_video_facts(self.interface) if self.kind == "video" else None,
+            video=self._read_video_facts(self.interface) if self.kind == "video" else None,
             audio=read_audio_facts(self.interface) if self.kind == "audio" else None,
             speeds=self.settings.speeds,
         )
+
+    def _read_video_facts(self, interface: PipelineInterface) -> VideoFacts:
+        facts = read_video_facts(interface)
+        return replace(facts, only_frames=FRAMES) if self.loaded.model.with_motion else facts
 
     def _list_inputs(self, task: Task) -> tuple[str, ...]:
         with_ip_adapter = bool(self.settings.ip_adapters)
@@ -331,7 +336,7 @@ class ServedModel:
                 num_inference_steps=2, kind=self.kind, output_format="png",
             )  # fmt: skip
             if self.kind == "video":
-                facts = read_video_facts(self.interface)
+                facts = self._read_video_facts(self.interface)
                 frames = facts.shortest if facts.sets_frames else None
                 spec = replace(spec, num_frames=frames, fps=facts.fps, output_format="gif")
             if "strength" in list_parameters(pipe):  # with the default of SDXL, 0.3, no step would run
@@ -377,7 +382,7 @@ class ServedModel:
         values = {**self.defaults, "num_inference_steps": steps, "width": width, "height": height}
         call = {name: value for name, value in values.items() if name in parameters}
         if self.kind == "video" and not self.pipe.plan.compiler.value.static:
-            facts = read_video_facts(interface)
+            facts = self._read_video_facts(interface)
             call |= {"frames": facts.shortest} if facts.sets_frames else {}  # a short video is enough
         for name in self._list_inputs(self.main_task):
             image = Image.new("L" if name == "mask_image" else "RGB", (width, height), "grey")
