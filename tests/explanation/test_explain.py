@@ -14,7 +14,7 @@ from anyaccel.embedded.model import find_embedded_model
 from anyaccel.errors import DoesNotFitError, ModelError, UnknownDeviceError, UsageError
 from anyaccel.explanation.device_argument import find_device_target
 from anyaccel.explanation.known_models import find_bundled_configs
-from anyaccel.explanation.largest_size import find_largest_size
+from anyaccel.explanation.largest_size import choose_largest_side, find_largest_size
 from anyaccel.explanation.text import describe_explanation
 from anyaccel.recipes import recipes
 from anyaccel.tracing.model_folder import read_model_folder
@@ -295,6 +295,17 @@ def test_the_largest_size_is_found_in_few_steps() -> None:
     assert find_largest_size(lambda size: 10, (1024, 512), 100) == (4096, 2048)
     assert find_largest_size(lambda size: 1000, (512, 512), 100) is None
     assert find_largest_size(lambda size: None if size[0] > 1536 else 10, (512, 512), 100) == (1536, 1536)
+
+
+def test_the_largest_tried_side_depends_on_the_default_size() -> None:
+    """A small model decodes a large image in thousands of tiles, and tracing them takes minutes."""
+    sides = [choose_largest_side(default, is_video=False) for default in ((128, 96), (1024, 1024), None)]
+    assert sides == [1024, 4096, 4096]
+    assert choose_largest_side((832, 480), is_video=True) == 1536
+    plan = anyaccel.explain("embedded", "h200", height=256, width=256)
+    assert plan.forecast is not None
+    assert plan.forecast.largest_size == (1024, 1024), "8 times the default side, 128 pixels"
+    assert "largest single image: 1024 × 1024 (no larger size was tried)" in describe_explanation(plan, "embedded")
 
 
 def test_the_error_for_insufficient_memory() -> None:

@@ -94,7 +94,6 @@ def test_loading_depends_on_the_device_and_on_the_memory_mode(tmp_path: Path) ->
     assert predict("cpu", "resident", torch.float32).allocated_bytes == 0
 
 
-@pytest.mark.slow  # the search for the largest image traces a tiny VAE with thousands of tiles
 def test_text_and_json(tmp_path: Path, run_cli_forked: RunCli) -> None:
     pipe: Any = recipes()["stable-diffusion"].make()
     pipe.save_pretrained(tmp_path)

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-__all__ = ["LARGEST_SIDE", "LARGEST_VIDEO_SIDE", "find_largest_size"]
+__all__ = ["LARGEST_SIDE", "choose_largest_side", "find_largest_size"]
 
 Size = tuple[int, int]
 _STEP = 128
 # Upper ends of the search; few models generate larger images. Tracing a large video takes many seconds.
 LARGEST_SIDE = 4096
-LARGEST_VIDEO_SIDE = 1536
+_LARGEST_VIDEO_SIDE = 1536
+# The same, as a multiple of the model's default side. A small model decodes a large image in thousands of small tiles,
+# which take minutes to trace.
+_LARGEST_SCALE = 8
 # Relative error of a prediction above which the next size comes from bisection.
 _GUESS_TOLERANCE = 0.1
+
+
+def choose_largest_side(default: Size | None, *, is_video: bool) -> int:
+    """Return the longest side of the sizes to try, for a model with this default size (None: unknown)."""
+    largest = _LARGEST_VIDEO_SIDE if is_video else LARGEST_SIDE
+    return largest if default is None else min(largest, max(_STEP, max(default) * _LARGEST_SCALE))
 
 
 def find_largest_size(

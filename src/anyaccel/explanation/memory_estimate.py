@@ -25,7 +25,7 @@ from anyaccel.explanation.call_arguments import (
     make_call,
 )
 from anyaccel.explanation.device_argument import DeviceTarget
-from anyaccel.explanation.largest_size import LARGEST_SIDE, LARGEST_VIDEO_SIDE, find_largest_size
+from anyaccel.explanation.largest_size import choose_largest_side, find_largest_size
 from anyaccel.explanation.loading import forecast_loading
 from anyaccel.explanation.parallel import choose_split, describe_gain, split_memory
 from anyaccel.explanation.supported_size import find_supported_size
@@ -149,6 +149,7 @@ class MemoryEstimate:
             not_included=tuple(missing.name for missing in not_included),
             largest_batch=find_largest_batch(sharded, rule, capacity) if rule else 0,
             largest_size=self._find_largest_size(capacity, fits=rule is not None),
+            largest_tried_side=self._choose_largest_side(),
             time=self._estimate_time(measure, rule, batch),
             limits=limits,
             loading=self._forecast_loading(forecast, rule),
@@ -312,6 +313,10 @@ class MemoryEstimate:
             fetches_ahead=load_registry().backend(self.target.sheet.name).driver.has_events,
         )
 
+    def _choose_largest_side(self) -> int:
+        default = find_default_size(self.full.pipe) if self.takes_size else self.size.size
+        return choose_largest_side(default, is_video=self._measured[self.size].output.kind == "video")
+
     def _find_largest_size(self, capacity: int, *, fits: bool) -> tuple[int, int] | None:
         """Return the largest image size that fits at the requested aspect ratio, or None.
 
@@ -329,7 +334,6 @@ class MemoryEstimate:
             except Exception:  # noqa: BLE001 - pipelines reject a size with many kinds of errors
                 return None
 
-        is_video = self._measured[self.size].output.kind == "video"
-        largest = find_largest_size(need, size, capacity, LARGEST_VIDEO_SIDE if is_video else LARGEST_SIDE)
+        largest = find_largest_size(need, size, capacity, self._choose_largest_side())
         # The requested size may lie between two steps of the search and still fit.
         return max(largest or size, size) if fits else largest

@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from anyaccel.explanation.largest_size import LARGEST_SIDE, LARGEST_VIDEO_SIDE
 from anyaccel.planning.loading_memory import LoadingForecast
 from anyaccel.planning.memory import Forecast
 from anyaccel.planning.plan import Plan
@@ -127,8 +126,8 @@ def _describe_largest(plan: Plan, forecast: Forecast) -> Iterator[str]:
             yield f"largest batch at this size by memory: {batch}; the plan runs {images_per_call} at a time"
     if forecast.largest_size is not None:
         width, height = forecast.largest_size
-        tried = LARGEST_VIDEO_SIDE if forecast.kind == "video" else LARGEST_SIDE
-        more = " (no larger size was tried)" if max(width, height) >= tried else ""
+        is_last = forecast.largest_tried_side is not None and max(width, height) >= forecast.largest_tried_side
+        more = " (no larger size was tried)" if is_last else ""
         yield f"largest single {forecast.kind}{'' if forecast.fits else ' that would fit'}: {width} × {height}{more}"
 
 

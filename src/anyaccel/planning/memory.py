@@ -114,7 +114,8 @@ class Forecast:
     """The largest batch that fits with this rule; 0 if no image fits; None if it was not computed."""
     largest_size: tuple[int, int] | None = None
     """The largest single image of the same aspect ratio that fits with any rule; None if it was not computed."""
-
+    largest_tried_side: int | None = None
+    """The longest side at which the search for `largest_size` ends."""
     time: TimeEstimate | None = None
     """The estimated time of a call; None if the device's throughput is unknown, or if weights move during the call."""
     limits: tuple[LimitHit, ...] = ()
