@@ -10,9 +10,9 @@ __all__ = ["HostMemoryPeak", "read_status"]
 _INTERVAL_S = 0.002
 
 
-def read_status() -> dict[str, int]:
-    """Return the resident memory of this process in bytes: anonymous, of mapped files and shared."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def read_status(pid: int | str = "self") -> dict[str, int]:
+    """Return the resident memory of a process in bytes: anonymous, of mapped files and shared."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     fields = {line.split(":")[0]: line.split() for line in lines if line.startswith(("Rss", "VmHWM"))}
     return {name: int(values[1]) * 1024 for name, values in fields.items()}
 

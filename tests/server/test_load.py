@@ -18,6 +18,6 @@ def test_memory_stays_flat_under_mixed_load(tmp_path: Path) -> None:
     for process in ("service", "worker"):
         before, after = (result[process][f"{quarter}_quarter_mib"] for quarter in ("second", "last"))
         assert after - before <= max(NOISE_MIB, FLAT * before)
-    assert result["pictures"] > 10
-    expected = {"200", "400", "left", "completed", "answered"}
+    assert result["images"] > 10
+    expected = {"200", "400", "disconnected", "completed", "answered"}
     assert {answer.rpartition(" ")[2] for answer in result["answers"]} <= expected, result["answers"]

@@ -116,8 +116,7 @@ def test_a_dead_and_then_hung_worker_is_replaced_and_the_job_fails(tmp_path: Pat
 def test_kill_at_random_times_loses_no_job(tmp_path: Path) -> None:
     observations, states = kill_repeatedly(5, tmp_path, seed=4)
     assert observations.errors == []
-    assert len(observations.accepted) > 2
-    assert set(states) <= {"done", "failed"}
+    assert states["done"] > 2
 
 
 @NEEDS_RECIPES
@@ -126,8 +125,7 @@ def test_kill_at_random_times_loses_no_video(tmp_path: Path) -> None:
     models = (save_video_model(tmp_path / "wan"), "--sizes", "32x32")
     observations, states = kill_repeatedly(4, tmp_path / "data", seed=4, models=models, body=VIDEO)
     assert observations.errors == []
-    assert observations.accepted
-    assert set(states) <= {"done", "failed"}
+    assert states["done"] > 0
 
 
 class HangsAtFirstStart:
