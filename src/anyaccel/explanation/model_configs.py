@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from anyaccel.embedded.model import NAME, find_embedded_model
 from anyaccel.embedded.motion import VIDEO_NAME, find_motion_module, is_motion_module, read_video_index
@@ -68,13 +70,27 @@ def _read_folder_with_motion(path: Path) -> ModelFolder:
     library, kind = index["motion_adapter"]
     file = path / "config.json"
     adapter = Component(name="motion_adapter", library=library, kind=kind, config=read_json(file), file=file)
+    components = [_add_motion(item, adapter) if item.name == "unet" else item for item in images.components]
     return ModelFolder(
         path=images.path,
         pipeline=index["_class_name"],
-        components=(*(component for component in images.components if component.name in index), adapter),
+        components=(*(component for component in components if component.name in index), adapter),
         switches={},
         folders={"motion_adapter": path},
     )
+
+
+def _add_motion(unet: Component, adapter: Component) -> Component:
+    """Return the UNet to which the pipeline converts a UNet for images and a motion module."""
+    import diffusers
+    import torch
+
+    library: Any = diffusers
+    with torch.device("meta"):
+        images = library.UNet2DConditionModel.from_config(dict(unet.config or {}))
+        motion = library.MotionAdapter.from_config(dict(adapter.config or {}))
+        converted = library.UNetMotionModel.from_unet2d(images, motion, load_weights=False)
+    return replace(unet, kind=type(converted).__name__, config=dict(converted.config))
 
 
 def _read_modular_folder(path: Path) -> ModelFolder:

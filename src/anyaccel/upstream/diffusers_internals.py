@@ -409,5 +409,7 @@ def find_slicing_obstacle(vae: Any) -> str:
 def find_renamed_class(config: Mapping[str, Any], model_class: type) -> type:
     """Return the current class for a config that uses an old class name (models/model_loading_utils.py)."""
     loading: Any = importlib.import_module("diffusers.models.model_loading_utils")
+    if model_class.__name__ not in loading._CLASS_REMAPPING_DICT or "norm_type" not in config:
+        return model_class
     renamed: type = loading._fetch_remapped_cls_from_config(config, model_class)
     return renamed
