@@ -135,6 +135,8 @@ def test_the_wheels_metadata_is_complete(wheel: Path) -> None:
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert (ROOT / "README.md").read_text().strip() in str(metadata.get_payload())
     assert {"serve", "ray", "test"} <= set(metadata.get_all("Provides-Extra", []))
+    video = [name for name in metadata.get_all("Requires-Dist", []) if name.endswith("extra == 'video'")]
+    assert any(name.startswith("ftfy") for name in video), "Wan's image-to-video pipelines fail without it"
     with zipfile.ZipFile(wheel) as archive:
         entry_points = archive.read(f"{DIST_INFO}/entry_points.txt").decode()
     for section in ("[console_scripts]", "[pytest11]", "[torch.backends]"):

@@ -6,6 +6,7 @@
     │   ├── UnknownDtypeError     unknown torch dtype
     │   ├── UnknownProductError   product not listed on the sheet
     │   ├── UnknownComponentError unknown component of the pipeline
+    │   ├── UnknownLoraError      LoRA that a service does not have
     │   └── ModelError            not a model, or a broken or untrusted one
     │       ├── ModelFileError    files of a model are missing or damaged (also an OSError, as in diffusers)
     │       └── MissingLibraryError a library for the model or file format is not installed (also an ImportError)
@@ -48,6 +49,7 @@ __all__ = [
     "UnknownComponentError",
     "UnknownDeviceError",
     "UnknownDtypeError",
+    "UnknownLoraError",
     "UnknownProductError",
     "UnmappedError",
     "UpstreamError",
@@ -103,6 +105,10 @@ class UnknownProductError(UsageError):
 
 class UnknownComponentError(UsageError):
     """Unknown pipeline component."""
+
+
+class UnknownLoraError(UsageError):
+    """LoRA that is not in the folder of a service."""
 
 
 class ModelError(UsageError):

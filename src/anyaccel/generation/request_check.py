@@ -35,7 +35,8 @@ def check_request(request: GenerationRequest) -> PipelineInterface | None:
         map_call(found, request.call, prompt=has_prompt or bool(prompt))
         if has_prompt and found.pipeline_class is not None and needs_ftfy(found.pipeline_class):
             raise MissingLibraryError(
-                f"{found.name} requires ftfy to clean prompts, which is not installed", hint="pip install ftfy"
+                f"{found.name} requires ftfy to clean prompts, which is not installed",
+                hint="pip install 'anyaccel[video]'",
             )
     return found
 

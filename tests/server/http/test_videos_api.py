@@ -1,7 +1,6 @@
 """Videos and audio with OpenAI's client, from tiny models: Wan, LTX-2 (videos with audio) and Stable Audio."""
 
 import base64
-import importlib.util
 import io
 import json
 import time
@@ -29,12 +28,8 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning"),
 ]
-MODELS = {"wan": "wan", "ltx": "ltx-2", "audio": "stable-audio"}
+MODELS = {"wan": "wan", "ltx": "ltx-2", "audio": "stable-audio", "wan-image": "wan-image-to-video"}
 LONG: dict[str, Any] = {"prompt": "a dog", "num_inference_steps": 2000}
-# diffusers cleans the prompts of Wan's image-to-video pipeline with ftfy.
-HAS_FTFY = importlib.util.find_spec("ftfy") is not None
-if HAS_FTFY:
-    MODELS["wan-image"] = "wan-image-to-video"
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +125,7 @@ def test_a_video_with_audio_and_its_remix(videos: Live) -> None:
         client.videos.remix(video.id, prompt="a storm", extra_body={"seed": 4})
 
 
-@pytest.mark.parametrize("model", [name for name in MODELS if name in ("ltx", "wan-image")])
+@pytest.mark.parametrize("model", ["ltx", "wan-image"])
 def test_a_video_starts_from_an_image(videos: Live, model: str) -> None:
     client: Any = videos.openai()
     extra: dict[str, Any] = {"num_inference_steps": 1, "seed": 3, "num_frames": 5}

@@ -1,6 +1,5 @@
 """Videos, audio and masks on the web page, with tiny models in a real browser."""
 
-import importlib.util
 import warnings
 from collections.abc import Iterator
 from io import BytesIO
@@ -18,11 +17,9 @@ from tests.server.live import Live
 from tests.server.page import ROW, TILE, Page
 
 pytestmark = [NEEDS_RECIPES, pytest.mark.long]
-MODELS = {"wan": "wan", "audio": "stable-audio", "image": "stable-diffusion"}
-# diffusers cleans the prompts of Wan's image-to-video pipeline with ftfy.
-HAS_FTFY = importlib.util.find_spec("ftfy") is not None
-if HAS_FTFY:
-    MODELS["wan-image"] = "wan-image-to-video"
+MODELS = {
+    "wan": "wan", "audio": "stable-audio", "image": "stable-diffusion", "wan-image": "wan-image-to-video",
+}  # fmt: skip
 FRAMES, FPS = 17, 16
 READ_THUMB = """
 const done = arguments[0], image = document.querySelector("[data-input=mask_image] .thumb img");
@@ -115,7 +112,6 @@ def test_a_video_is_cancelled(page: Page) -> None:
     assert page.list_jobs()[0]["state"] == "cancelled"
 
 
-@pytest.mark.skipif(not HAS_FTFY, reason="requires ftfy; hint: pip install ftfy")
 def test_a_video_starts_from_a_dropped_image(page: Page) -> None:
     before = page.count_images()
     page.select("model", "wan-image")

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 
-from anyaccel.errors import UsageError, nearest
+from anyaccel.errors import UnknownLoraError, UsageError, nearest
 from anyaccel.server.http.errors import ApiError
 from anyaccel.server.http.service import Service, ServiceOf
 
@@ -55,7 +55,7 @@ async def add(body: LoraRequest, service: ServiceOf) -> dict[str, Any]:
         try:
             await run_in_threadpool(service.loras.add, model, body.name)
         except UsageError as error:
-            status = 404 if error.message.startswith("unknown LoRA") else 400
+            status = 404 if isinstance(error, UnknownLoraError) else 400
             raise ApiError(status, "invalid_lora", f"{error.message}; {error.hint}", param="name") from error
         except OSError as error:
             raise ApiError(503, "storage", "the service cannot store the list of LoRAs") from error

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from anyaccel.errors import AnyaccelError, UsageError, first_line
+from anyaccel.errors import AnyaccelError, UnknownLoraError, UsageError, first_line
 from anyaccel.server.settings import ServerSettings
 from anyaccel.server.worker.lora_folder import check_lora, find_lora
 
@@ -50,7 +50,7 @@ class LoraAdapters:
     def _load(self, name: str) -> str:
         """Load an adapter from the folder unless it is loaded and unchanged; return its name in the pipeline."""
         if self.folder is None:
-            raise UsageError(f"unknown LoRA {name!r:.60}", hint="start the service with --lora-dir")
+            raise UnknownLoraError(f"unknown LoRA {name!r:.60}", hint="start the service with --lora-dir")
         self._check_support("use a model that supports LoRA")
         file = find_lora(self.folder, name)
         status = file.stat()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from anyaccel.errors import UsageError, nearest
+from anyaccel.errors import UnknownLoraError, UsageError, nearest
 
 __all__ = ["check_lora", "find_lora", "list_loras"]
 
@@ -23,13 +23,13 @@ def list_loras(folder: Path) -> list[str]:
 
 
 def find_lora(folder: Path, name: str) -> Path:
-    """Return the file of a LoRA; raise `UsageError` if the folder has none with this name."""
+    """Return the file of a LoRA; raise `UnknownLoraError` if the folder has none with this name."""
     # The name cannot contain a separator or start with a dot, and a link must not lead out of the folder.
     file = folder / f"{name}{_SUFFIX}"
     if not _NAME.fullmatch(name) or not _is_inside(file, folder):
         known = list_loras(folder)
         hint = nearest(name[:100], known) if known else "the folder of --lora-dir contains no .safetensors files"
-        raise UsageError(f"unknown LoRA {name!r:.60}", hint=hint)
+        raise UnknownLoraError(f"unknown LoRA {name!r:.60}", hint=hint)
     return file
 
 
