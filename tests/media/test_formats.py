@@ -163,6 +163,9 @@ def test_too_large_sizes_are_rejected_before_encoding() -> None:
     assert ".png or .jpg or .jpeg" in caught.value.hint
     with pytest.raises(UsageError, match="at most 50 frames per second, not 60"):
         encode(make_video(2, 60), ".gif")
+    for fps in (5e-324, 0.001, 1e9):
+        with pytest.raises(UsageError, match=r"from 0\.01 to 1000 frames per second"):
+            encode(make_video(2, fps), ".mp4")
     with pytest.raises(UsageError, match="quality must be from 0 to 100, not 101"):
         encode(make_frame(), ".jpg", quality=101)
 

@@ -11,7 +11,7 @@ from anyaccel.generation.image_format import encode_image, read_metadata
 from anyaccel.generation.metadata import MediaMetadata, describe_metadata, write_document
 from anyaccel.generation.pipeline_interface import PipelineInterface
 from anyaccel.media.encode import encode, estimate_bytes
-from anyaccel.media.formats import SUFFIXES, check_format
+from anyaccel.media.formats import SUFFIXES, check_format, check_frame_rate
 from anyaccel.media.output import check_free_space
 from anyaccel.media.types import Media, kind_of
 from anyaccel.runtime.durations import choose_frame_rate, find_frame_parameter
@@ -61,10 +61,12 @@ def check_output(
     if kind is None:
         return
     check_format(suffix, kind, with_audio=interface.with_audio)
+    fps, _ = choose_frame_rate(interface.name, interface.parameters, call)
+    if kind == "video":
+        check_frame_rate(suffix, fps)
     if folder is None:
         return
     sides = {name: call.get(name) or interface.find_default(name) or _SIDE for name in ("width", "height")}
-    fps, _ = choose_frame_rate(interface.name, interface.parameters, call)
     frames, seconds = 0, 0.0
     if kind == "video":
         parameter = find_frame_parameter(interface.parameters)

@@ -103,7 +103,11 @@ class MediaMetadata:
     @property
     def is_from_hub(self) -> bool:
         """Whether the model comes from the Hugging Face Hub."""
-        return self.model not in (NAME, VIDEO_NAME) and not self.model.startswith("~") and not Path(self.model).is_absolute()
+        return (
+            self.model not in (NAME, VIDEO_NAME)
+            and not self.model.startswith("~")
+            and not Path(self.model).is_absolute()
+        )
 
     @property
     def device_kind(self) -> str:

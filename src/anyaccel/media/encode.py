@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 from anyaccel.errors import UsageError
 from anyaccel.media.audio_files import encode_audio
-from anyaccel.media.formats import check_format, check_size, find_format
+from anyaccel.media.formats import check_format, check_frame_rate, check_size, find_format
 from anyaccel.media.image_files import IMAGE_FORMATS, encode_animation, encode_image
 from anyaccel.media.types import Audio, EmbeddedMetadata, Kind, Media, OnFrame, Video, kind_of
 from anyaccel.media.video_files import encode_video
@@ -63,6 +63,7 @@ def encode(
     )
     if isinstance(media, Video):
         check_size(suffix, kind, media.width, media.height)
+        check_frame_rate(suffix, media.fps)
         encode_frames = encode_animation if suffix.lower() in IMAGE_FORMATS else encode_video
         return encode_frames(media, suffix, metadata, quality, on_frame)
     if isinstance(media, Audio):

@@ -13,7 +13,7 @@ from anyaccel.media.libraries import Extra, find_encoder, is_installed, require_
 if TYPE_CHECKING:
     from anyaccel.media.types import Kind  # its module imports NumPy and Pillow
 
-__all__ = ["SUFFIXES", "Format", "check_format", "check_size", "default_suffix", "find_format"]
+__all__ = ["SUFFIXES", "Format", "check_format", "check_frame_rate", "check_size", "default_suffix", "find_format"]
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,16 @@ class Format:
     """Whether a file can contain the generation metadata."""
     max_side: int | None = None
     """Longest side in pixels that the format allows."""
+    max_fps: float | None = None
+    """Most frames per second that players show; None if there is no limit."""
     video_encoders: tuple[str, ...] = ()
     """FFmpeg encoders, the preferred one first."""
     audio_encoder: str | None = None
     """FFmpeg encoder of the audio track; None if a video has no audio track."""
 
 
+# The time stamps of some formats overflow below and are too coarse above.
+_MIN_FPS, _MAX_FPS = 0.01, 1000.0
 _IMAGE: frozenset[Kind] = frozenset({"image"})
 _VIDEO: frozenset[Kind] = frozenset({"video"})
 _AUDIO: frozenset[Kind] = frozenset({"audio"})
@@ -50,7 +54,8 @@ SUFFIXES: Mapping[str, Format] = MappingProxyType(
             Format(".jpg", _IMAGE, "image/jpeg", max_side=65_535),
             Format(".jpeg", _IMAGE, "image/jpeg", max_side=65_535),
             Format(".webp", _IMAGE | _VIDEO, "image/webp", max_side=16_383),
-            Format(".gif", _VIDEO, "image/gif", max_side=65_535),
+            # Browsers show frames with a shorter duration for 100 ms.
+            Format(".gif", _VIDEO, "image/gif", max_side=65_535, max_fps=50),
             Format(".mp4", _VIDEO, "video/mp4", "video", video_encoders=("libx264",), audio_encoder="aac"),
             Format(
                 ".webm",
@@ -123,4 +128,19 @@ def check_size(suffix: str, kind: Kind, width: int, height: int) -> None:
         raise UsageError(
             f"a {suffix} file can have at most {limit} pixels per side, not {width}x{height}",
             hint=f"use a file name that ends with {' or '.join(larger)}, or a smaller size",
+        )
+
+
+def check_frame_rate(suffix: str, fps: float) -> None:
+    """Raise `UsageError` if a format does not support a number of frames per second."""
+    limit = find_format(suffix).max_fps
+    if not _MIN_FPS <= fps <= _MAX_FPS:
+        raise UsageError(
+            f"a video must have from {_MIN_FPS:g} to {_MAX_FPS:g} frames per second, not {fps:g}",
+            hint="pass another frame rate, such as 24",
+        )
+    if limit is not None and fps > limit:
+        raise UsageError(
+            f"a {suffix} file can have at most {limit:g} frames per second, not {fps:g}",
+            hint="use a file name that ends with .webp or .mp4, or a lower frame rate",
         )

@@ -27,8 +27,6 @@ _EXIF_IFD, _USER_COMMENT, _XP_COMMENT, _SOFTWARE = 0x8769, 0x9286, 0x9C9C, 0x013
 _ASCII = b"ASCII\0\0\0"
 # Effort of the WebP encoder, from 0 to 6.
 _WEBP_METHOD = 4
-# Browsers show frames with a shorter duration for 100 ms.
-_SHORTEST_GIF_FRAME_MS = 20
 
 
 def encode_image(image: Image.Image, suffix: str, metadata: EmbeddedMetadata, quality: int) -> bytes:
@@ -67,11 +65,6 @@ def encode_animation(
         options["duration"] = _frame_durations_ms(video, 10)
         # A GIF file has one comment.
         options["comment"] = (metadata.document or metadata.comment or metadata.software).encode()
-        if video.fps * _SHORTEST_GIF_FRAME_MS > 1000:
-            raise UsageError(
-                f"a GIF file can have at most {1000 // _SHORTEST_GIF_FRAME_MS} frames per second, not {video.fps:g}",
-                hint="use a file name that ends with .webp or .mp4",
-            )
     stream = io.BytesIO()
     total = len(video)
     convert = _reduce_colors if file_format == "GIF" else _keep

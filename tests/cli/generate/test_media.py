@@ -74,6 +74,7 @@ def test_unknown_frame_rate_has_a_note(run: Run) -> None:
     [
         ("wan", ["x", "-o", "a.png"], "a .png file cannot contain video", ".mp4"),
         ("wan", ["x", "-o", "a.wav"], "a .wav file cannot contain video", ".mp4"),
+        ("wan", ["x", "--fps", "60", "-o", "a.gif"], "a .gif file can have at most 50 frames per second", ".webp"),
         ("stable-audio", ["x", "-o", "a.mp4"], "a .mp4 file cannot contain audio without video", ".wav"),
         ("stable-audio", ["x", "--grid", "-o", "a.flac"], "audio, which has no contact sheet", "omit --grid"),
         ("stable-diffusion", ["x", "-o", "a.mp4"], "a .mp4 file cannot contain an image", ".png"),

@@ -260,6 +260,8 @@ def test_an_unfinished_video_is_polled_and_cancelled(videos: Live) -> None:
         ({"seconds": "nan"}, "invalid_value", "seconds"),
         ({"extra_body": {"num_frames": 10**6}}, "too_long", "seconds"),
         ({"size": "64x64", "seconds": "1"}, "too_long", "seconds"),
+        ({"extra_body": {"fps": 5e-324}}, "invalid_value", "fps"),
+        ({"extra_body": {"fps": 60, "output_format": "gif"}}, "invalid_value", "fps"),
         ({"size": "33x32"}, "invalid_size", "size"),
         ({"size": "wide"}, "invalid_size", "size"),
         ({"model": "sora-2"}, "model_not_found", "model"),

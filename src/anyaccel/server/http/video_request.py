@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from anyaccel.errors import UsageError
+from anyaccel.media.formats import check_frame_rate
 from anyaccel.server.http.errors import ApiError
 from anyaccel.server.http.generation_request import (
     GenerationRequest,
@@ -17,7 +19,7 @@ from anyaccel.server.http.generation_request import (
     read_common_values,
 )
 from anyaccel.server.settings import ServerLimits
-from anyaccel.server.worker.job_spec import JobSpec, Task
+from anyaccel.server.worker.job_spec import SUFFIXES, JobSpec, Task
 from anyaccel.server.worker.messages import ModelFacts, VideoFacts
 
 __all__ = ["FILE_FIELDS", "VideoRequest", "describe_form", "make_video_spec"]
@@ -62,6 +64,12 @@ def make_video_spec(
     width, height = find_size(request, facts, limits, None)
     frames, fps = _choose_length(request, facts.video)
     _check_length(width, height, frames, limits)
+    output_format = request.output_format or "mp4"
+    try:
+        check_frame_rate(SUFFIXES[output_format], fps)
+    except UsageError as error:
+        param = "fps" if request.seconds is None or request.fps is not None else "seconds"
+        raise ApiError(400, "invalid_value", f"{error.message}; {error.hint}", param=param) from error
     return JobSpec(
         seeds=(choose_seed(request),),
         width=width,
@@ -69,7 +77,7 @@ def make_video_spec(
         num_frames=frames,
         fps=fps,
         seconds=frames / fps,
-        output_format=request.output_format or "mp4",
+        output_format=output_format,
         output_compression=95 if request.output_compression is None else request.output_compression,
         **values,
     )
@@ -85,7 +93,7 @@ def _choose_length(request: VideoRequest, facts: VideoFacts) -> tuple[int, float
     frames = _count_frames(request, facts, fps)
     if frames != facts.only_frames:
         param = "num_frames" if request.seconds is None else "seconds"
-        message = f"the model generates videos of {facts.only_frames} frames, not {frames}; set seconds or fps, not both"
+        message = f"the model generates {facts.only_frames} frames, not {frames}; set seconds or fps, not both"
         raise ApiError(400, "invalid_value", message, param=param)
     return frames, fps
 
