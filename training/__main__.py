@@ -35,6 +35,15 @@ def main(arguments: list[str] | None = None) -> int:
     train.add_argument("--stop-after-minutes", type=float, help="exit after this time; run again to resume")
     train.add_argument("--workers", type=int, default=6, help="processes that draw scenes")
     train.add_argument("--batch", type=int, help="batch size, for tests")
+    refine = commands.add_parser("refine", help="fine-tune a trained model on one GPU, or resume")
+    refine.add_argument("--model", type=Path, help="model folder (default: the embedded model)")
+    refine.add_argument("--out", type=Path, default=Path("runs/refined"))
+    refine.add_argument("--device", default="cuda")
+    refine.add_argument("--minutes", type=float, default=7.5, help="for the denoiser and text encoder (default: 7.5)")
+    refine.add_argument("--decoder-minutes", type=float, default=5.0, help="at the same time (default: 5)")
+    refine.add_argument("--stop-after-minutes", type=float, help="exit after this time; run again to resume")
+    refine.add_argument("--workers", type=int, default=4, help="processes that draw scenes, for each of the two parts")
+    refine.add_argument("--batch", type=int, help="batch size, for tests")
     evaluate = commands.add_parser("evaluate", help="compute the metrics of the model card")
     evaluate.add_argument("--model", type=Path, help="model folder (default: the embedded model)")
     evaluate.add_argument("--device", default="auto")
@@ -43,13 +52,16 @@ def main(arguments: list[str] | None = None) -> int:
     evaluate.add_argument("--steps", type=int)
     evaluate.add_argument("--guidance", type=float)
     evaluate.add_argument("--batch", type=int, default=100)
+    evaluate.add_argument("--sheet", type=Path, help="write images of fixed prompts to this PNG file")
+    evaluate.add_argument("--workers", type=int, default=1, help="processes that judge images (default: 1)")
     evaluate.add_argument("--json", type=Path, help="write the metrics to this file")
     install = commands.add_parser("install", help="replace the embedded model with a trained one")
     install.add_argument("model", type=Path, nargs="?", default=_OUT / "model")
     motion = add_motion_commands(commands)
-    for command in (prepare, train, motion):
+    for command in (prepare, train, refine, evaluate, motion):
         command.add_argument("--data", type=Path, default=_DATA)
-    for command, function in ((prepare, _prepare), (train, _train), (evaluate, _evaluate), (install, _install)):
+    functions = {prepare: _prepare, train: _train, refine: _refine, evaluate: _evaluate, install: _install}
+    for command, function in functions.items():
         command.set_defaults(run=function)
     options = parser.parse_args(arguments)
     try:
@@ -77,6 +89,19 @@ def _train(options: argparse.Namespace) -> int:
         options.data, options.out, options.device, options.autoencoder_minutes, options.denoiser_minutes,
         options.stop_after_minutes, options.workers, options.batch,
     )  # fmt: skip
+    print("done" if done else "not finished: run the same command again", flush=True)
+    return 0 if done else 1
+
+
+def _refine(options: argparse.Namespace) -> int:
+    from anyaccel.embedded.model import find_embedded_model
+    from training.refine import RefineSettings, refine
+
+    settings = RefineSettings(
+        options.data, options.model or find_embedded_model(), options.out, options.device, options.minutes,
+        options.decoder_minutes, options.stop_after_minutes, options.workers, options.batch,
+    )  # fmt: skip
+    done = refine(settings)
     print("done" if done else "not finished: run the same command again", flush=True)
     return 0 if done else 1
 

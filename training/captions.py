@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from anyaccel.embedded.judge import BACKGROUNDS
+from anyaccel.embedded.motion import MOTIONS
+from training.colors import differs_from, spellings
 from training.things import Thing, make_plural
 
 __all__ = [
@@ -13,11 +15,15 @@ __all__ = [
     "Object",
     "Scene",
     "background_phrase",
+    "choose_color",
+    "colored",
+    "draw_background",
     "draw_scene",
     "jitter",
     "pair",
     "phrase",
     "single",
+    "triple",
     "with_article",
 ]
 
@@ -32,18 +38,24 @@ _PRAISE = ("cute ", "beautiful ", "nice ", "pretty ", "lovely ", "simple ", "col
 _ENDS = (".", ".", ".", ".", "!", "?", ",", " please", ", please")
 _SIZES = {"": 88, "small ": 47, "large ": 114}
 _SIZES_OF_TWO = {"": 56, "small ": 38, "large ": 60}
-_COUNTS = {"two": ((33, 95), {"": 54, "small ": 36}), "three": ((24, 64, 104), {"": 38, "small ": 29})}
+_PAIR = ((33, 64), (95, 64))
+_TRIANGLE = ((64, 35), (34, 92), (94, 92))
+_COUNTS = {"two": (_PAIR, {"": 54, "small ": 36}), "three": (_TRIANGLE, {"": 46, "small ": 36})}
+_THREE_SHARE = 0.63  # of the scenes with several of the same thing
+_COLOR_SHARE, _COLOR_SHARE_OF_TWO = 0.14, 0.07  # of the things get another color
+_MOTION_SHARE = 0.08  # of the captions of one thing name a motion, so that the text encoder knows the words
 _SIZE_WORDS = {"small ": ("small ", "tiny ", "little "), "large ": ("large ", "big ", "huge "), "": ("",)}
 
 
 @dataclass(frozen=True)
 class Object:
-    """One glyph in an image: index, center and side length in pixels."""
+    """One glyph in an image: index, center and side length in pixels, and color if it is not the natural one."""
 
     thing: int
     x: float
     y: float
     size: float
+    color: str | None = None
 
 
 @dataclass(frozen=True)
@@ -57,14 +69,10 @@ class Scene:
 
 def draw_scene(things: tuple[Thing, ...], rng: random.Random) -> Scene:
     """Return a random scene: mostly one thing, often two, sometimes two or three of the same thing."""
+    background = draw_background(rng)
     draw = rng.random()
-    if draw < 0.52:
-        caption, objects = _one(things, rng)
-    elif draw < 0.88:
-        caption, objects = _two(things, rng)
-    else:
-        caption, objects = _several(things, rng)
-    background = "white" if rng.random() < 0.55 else rng.choice(list(BACKGROUNDS))
+    compose = _one if draw < 0.50 else _two if draw < 0.84 else _several
+    caption, objects = compose(things, background, rng)
     if background != "white" or rng.random() < 0.15:
         caption += background_phrase(background, rng)
     if rng.random() < 0.08:
@@ -72,6 +80,11 @@ def draw_scene(things: tuple[Thing, ...], rng: random.Random) -> Scene:
     if rng.random() < 0.10:
         caption += rng.choice(_ENDS)
     return Scene(caption, objects, background)
+
+
+def draw_background(rng: random.Random) -> str:
+    """Return the name of a random background, most often white."""
+    return "white" if rng.random() < 0.55 else rng.choice(list(BACKGROUNDS))
 
 
 def single(things: tuple[Thing, ...], index: int, background: str = "white") -> Scene:
@@ -89,22 +102,49 @@ def pair(things: tuple[Thing, ...], left: int, right: int) -> Scene:
     return Scene(caption, (Object(left, 33, _CENTER, size), Object(right, 95, _CENTER, size)))
 
 
-def _one(things: tuple[Thing, ...], rng: random.Random) -> tuple[str, tuple[Object, ...]]:
+def colored(things: tuple[Thing, ...], index: int, color: str) -> Scene:
+    """Return an evaluation scene: `a blue apple`."""
+    caption = with_article(f"{color} {things[index].recolors[color][0]}")
+    return Scene(caption, (Object(index, _CENTER, _CENTER, _SIZES[""], color),))
+
+
+def triple(things: tuple[Thing, ...], index: int) -> Scene:
+    """Return an evaluation scene: `three rockets`."""
+    positions, sizes = _COUNTS["three"]
+    caption = f"three {make_plural(things[index].name)}"
+    return Scene(caption, tuple(Object(index, x, y, sizes[""]) for x, y in positions))
+
+
+def choose_color(thing: Thing, background: str, share: float, rng: random.Random) -> str | None:
+    """Return a color that the thing does not have naturally, for a share of the things."""
+    if rng.random() >= share:
+        return None
+    colors = [color for color in thing.recolors if differs_from(color, background)]
+    return rng.choice(colors) if colors else None
+
+
+def _one(things: tuple[Thing, ...], background: str, rng: random.Random) -> tuple[str, tuple[Object, ...]]:
     index = rng.randrange(len(things))
     size_word = rng.choice(list(_SIZES)) if rng.random() < 0.35 else ""
-    caption = phrase(things[index], size_word, rng)
-    x, size = _CENTER, float(_SIZES[size_word])
-    if size_word != "large " and rng.random() < 0.12:
+    color = choose_color(things[index], background, _COLOR_SHARE, rng)
+    caption = phrase(things[index], size_word, rng, color)
+    x, y, size = _CENTER, _CENTER, float(_SIZES[size_word])
+    if size_word == "" and rng.random() < _MOTION_SHARE / 0.65:
+        caption += f" {rng.choice(MOTIONS[rng.choice(list(MOTIONS))])}"
+        x, y = x + rng.uniform(-5, 5), y + rng.uniform(-5, 5)
+    elif size_word != "large " and rng.random() < 0.12:
         side, x = rng.choice([("left", 34.0), ("right", 94.0)])
         size = min(size, 60.0)
         caption += f" on the {side}"
-    return caption, (jitter(Object(index, x, _CENTER, size), rng),)
+    return caption, (jitter(Object(index, x, y, size, color), rng),)
 
 
-def _two(things: tuple[Thing, ...], rng: random.Random) -> tuple[str, tuple[Object, ...]]:
-    first, second = rng.randrange(len(things)), rng.randrange(len(things))
+def _two(things: tuple[Thing, ...], background: str, rng: random.Random) -> tuple[str, tuple[Object, ...]]:
+    chosen = [rng.randrange(len(things)) for _ in range(2)]
     sizes = [rng.choice(list(_SIZES_OF_TWO)) if rng.random() < 0.2 else "" for _ in range(2)]
-    left, right = (phrase(things[i], size, rng) for i, size in ((first, sizes[0]), (second, sizes[1])))
+    colors = [choose_color(things[index], background, _COLOR_SHARE_OF_TWO, rng) for index in chosen]
+    rows = list(zip(chosen, sizes, colors, strict=True))
+    left, right = (phrase(things[index], size, rng, color) for index, size, color in rows)
     caption, swapped = rng.choices(
         [
             (f"{left} and {right}", False),
@@ -120,41 +160,46 @@ def _two(things: tuple[Thing, ...], rng: random.Random) -> tuple[str, tuple[Obje
         ],
         weights=[12, 1, 1, 1, 1, 4, 2, 2, 2, 2],
     )[0]
-    positions = (95.0, 33.0) if swapped else (33.0, 95.0)
-    objects = (
-        Object(index, x, _CENTER, _SIZES_OF_TWO[size])
-        for index, x, size in zip((first, second), positions, sizes, strict=True)
-    )
+    positions = _PAIR[::-1] if swapped else _PAIR
+    objects = [
+        Object(index, *position, _SIZES_OF_TWO[size], color)
+        for (index, size, color), position in zip(rows, positions, strict=True)
+    ]
     return caption, tuple(jitter(item, rng) for item in objects)
 
 
-def _several(things: tuple[Thing, ...], rng: random.Random) -> tuple[str, tuple[Object, ...]]:
+def _several(things: tuple[Thing, ...], background: str, rng: random.Random) -> tuple[str, tuple[Object, ...]]:
     index = rng.randrange(len(things))
-    number = rng.choice(list(_COUNTS))
+    color = choose_color(things[index], background, _COLOR_SHARE, rng)
+    number = "three" if rng.random() < _THREE_SHARE else "two"
     positions, sizes = _COUNTS[number]
     size_word = rng.choice(list(sizes))
     quantity = rng.choice(("", "some ", "several ", "a few ")) if rng.random() < 0.2 else f"{number} "
-    caption = f"{quantity}{rng.choice(_SIZE_WORDS[size_word])}{make_plural(_name_with_adjective(things[index], rng))}"
-    return caption, tuple(jitter(Object(index, x, _CENTER, sizes[size_word]), rng) for x in positions)
+    name = make_plural(_name_with_adjective(things[index], rng, color))
+    objects = [Object(index, x, y, sizes[size_word], color) for x, y in positions]
+    return f"{quantity}{rng.choice(_SIZE_WORDS[size_word])}{name}", tuple(jitter(item, rng) for item in objects)
 
 
 def _name(thing: Thing, rng: random.Random) -> str:
     return thing.name if rng.random() < 0.6 else rng.choice(thing.names)
 
 
-def _name_with_adjective(thing: Thing, rng: random.Random) -> str:
-    """Return the name of a thing, sometimes with its color (`red rose`) or a positive adjective."""
+def _name_with_adjective(thing: Thing, rng: random.Random, color: str | None) -> str:
+    """Return the name of a thing with its color if it is recolored, else sometimes (`red rose`), or an adjective."""
+    if color:
+        names = thing.recolors[color]
+        return f"{rng.choice(spellings(color))} {names[0] if rng.random() < 0.6 else rng.choice(names)}"
     name = _name(thing, rng)
     if thing.color and thing.color not in name.split() and rng.random() < 0.08:
         return f"{thing.color} {name}"
     return rng.choice(_PRAISE) + name if rng.random() < 0.03 else name
 
 
-def phrase(thing: Thing, size_word: str, rng: random.Random) -> str:
-    """Return a random phrase for a thing: `a rocket`, `the small rocket`, `🚀`."""
-    if rng.random() < 0.025:
+def phrase(thing: Thing, size_word: str, rng: random.Random, color: str | None = None) -> str:
+    """Return a random phrase for a thing: `a rocket`, `the small blue rocket`, `🚀`."""
+    if color is None and rng.random() < 0.025:
         return thing.glyph
-    name = rng.choice(_SIZE_WORDS[size_word]) + _name_with_adjective(thing, rng)
+    name = rng.choice(_SIZE_WORDS[size_word]) + _name_with_adjective(thing, rng, color)
     draw = rng.random()
     if draw < 0.75:
         return with_article(name)
@@ -176,5 +221,5 @@ def background_phrase(background: str, rng: random.Random) -> str:
 
 def jitter(item: Object, rng: random.Random) -> Object:
     """Return the object with its center moved by up to 2 pixels and its size changed by up to 3 %."""
-    size = item.size * rng.uniform(0.97, 1.03)
-    return Object(item.thing, item.x + rng.uniform(-2, 2), item.y + rng.uniform(-2, 2), size)
+    x, y = item.x + rng.uniform(-2, 2), item.y + rng.uniform(-2, 2)
+    return replace(item, x=x, y=y, size=item.size * rng.uniform(0.97, 1.03))

@@ -77,23 +77,30 @@ def train_denoiser(
     workers: int,
     batch: int = _BATCH,
     pool: int = _POOL,
+    initial: tuple[Any, Any] | None = None,
+    rate: float = _RATE,
+    seed: int = 1000,
 ) -> tuple[Any, Any, bool]:
-    """Train or resume; return the averaged denoiser and text encoder, and whether training is finished."""
+    """Train or resume; return the averaged denoiser and text encoder, and whether training is finished.
+
+    `initial`: a trained denoiser and text encoder to start from.
+    """
     device = composer.levels.device
-    denoiser = make_denoiser().to(device, memory_format=torch.channels_last)
-    models = torch.nn.ModuleList([denoiser, make_text_encoder(tokenizer).to(device)])
+    denoiser, text_encoder = initial or (make_denoiser(), make_text_encoder(tokenizer))
+    denoiser = denoiser.to(device, memory_format=torch.channels_last)
+    models = torch.nn.ModuleList([denoiser, text_encoder.to(device)]).train()
     average = copy.deepcopy(models).requires_grad_(False).eval()
     optimizer = torch.optim.AdamW(
-        models.parameters(), lr=_RATE, betas=(0.9, 0.99), weight_decay=0.01, fused=device.type != "cpu"
+        models.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.01, fused=device.type != "cpu"
     )
     stage = Stage("denoiser", folder, budget_s, {"models": models, "average": average, "optimizer": optimizer})
     if not stage.finished:
         latents = _LatentSource(autoencoder, composer, LatentPool(pool, tokenizer.model_max_length, device))
         batches = scene_batches(
-            things, tokenizer, max(1, batch // _SCENES_PER_NEW), seed=1000 + stage.step, workers=workers
+            things, tokenizer, max(1, batch // _SCENES_PER_NEW), seed=seed + stage.step, workers=workers
         )
         latents.fill(batches, 20 * batch)
-        _train(stage, models, average, optimizer, latents, batches, tokenizer, batch, deadline)
+        _train(stage, models, average, optimizer, latents, batches, tokenizer, batch, rate, deadline)
     return average[0], average[1], stage.finished
 
 
@@ -106,6 +113,7 @@ def _train(
     batches: Iterator[Batch],
     tokenizer: Any,
     batch: int,
+    rate: float,
     deadline: float | None,
 ) -> None:
     device = latents.pool.latents.device
@@ -118,7 +126,7 @@ def _train(
         tokens = torch.where(torch.rand(batch, 1, device=device) < _EMPTY_PROMPTS, empty, tokens)
         noisy, timesteps, target = noise.add(clean)
         for group in optimizer.param_groups:
-            group["lr"] = stage.learning_rate(share, _RATE)
+            group["lr"] = stage.learning_rate(share, rate)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
             embeddings = models[1](tokens)[0]
             sample = noisy.contiguous(memory_format=torch.channels_last)

@@ -15,12 +15,13 @@ from PIL import Image
 from anyaccel.embedded.judge import Judge
 from anyaccel.errors import UsageError
 from training.captions import Scene, jitter, single
+from training.colors import add_recolors
 from training.glyphs import draw_glyph, name_color
 from training.scenes import Composer, as_batch
 from training.things import Thing, list_things
 from training.tokenizer import make_tokenizer
 
-__all__ = ["EMBEDDED", "Glyphs", "draw_glyphs", "load_data", "load_things", "prepare", "render"]
+__all__ = ["EMBEDDED", "Glyphs", "draw_glyphs", "load_data", "load_glyphs", "load_things", "prepare", "render"]
 
 EMBEDDED = Path(__file__).parents[1] / "src" / "anyaccel" / "embedded"
 _TILE, _COLUMNS = 48, 36
@@ -39,7 +40,7 @@ def prepare(font: Path, folder: Path) -> None:
             drawn[glyph] = image
         return image is not None
 
-    things = _add_colors(list_things(has_glyph), drawn)
+    things = add_recolors(_add_colors(list_things(has_glyph), drawn))
     glyphs = np.stack([drawn[thing.glyph] for thing in things])
     folder.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(folder / "glyphs.npz", glyphs=glyphs)
@@ -60,7 +61,7 @@ def prepare(font: Path, folder: Path) -> None:
 def load_things() -> tuple[Thing, ...]:
     """Return the things that the embedded model was trained on."""
     entries = json.loads((EMBEDDED / "things.json").read_text(encoding="utf-8"))["things"]
-    return tuple(Thing(entry["glyph"], tuple(entry["names"]), entry["colour"]) for entry in entries)
+    return add_recolors(tuple(Thing(entry["glyph"], tuple(entry["names"]), entry["colour"]) for entry in entries))
 
 
 def draw_glyphs(font: Path, folder: Path) -> None:
@@ -77,9 +78,17 @@ def load_data(folder: Path) -> tuple[tuple[Thing, ...], Glyphs, Any]:
     """Return the things, their glyphs and the tokenizer written by `prepare`."""
     from transformers import CLIPTokenizer
 
-    with np.load(folder / "glyphs.npz") as arrays:
-        glyphs = arrays["glyphs"]
-    return load_things(), glyphs, CLIPTokenizer.from_pretrained(folder / "tokenizer")
+    return load_things(), load_glyphs(folder), CLIPTokenizer.from_pretrained(folder / "tokenizer")
+
+
+def load_glyphs(folder: Path) -> Glyphs:
+    """Return the glyphs written by `prepare`."""
+    path = folder / "glyphs.npz"
+    if not path.is_file():
+        raise UsageError(f"no glyphs in {folder}", hint="run `python -m training prepare --glyphs-only`")
+    with np.load(path) as arrays:
+        glyphs: Glyphs = arrays["glyphs"]
+    return glyphs
 
 
 def render(scenes: list[Scene], composer: Composer, tokenizer: Any) -> list[Image.Image]:

@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from anyaccel.embedded.judge import BACKGROUNDS
 from training.captions import IMAGE_PIXELS, Scene, draw_scene
+from training.colors import COLORS, ColorTable
 from training.things import Thing
 
 __all__ = ["Batch", "Composer", "SceneStream", "as_batch", "scene_batches"]
@@ -22,10 +23,14 @@ _MAX_OBJECTS = 3
 
 @dataclass(frozen=True)
 class Batch:
-    """Scenes as tensors: `things` [B, 3] (-1: none), `boxes` [B, 3, 3] (x, y, size), `colors` [B, 3], `tokens`."""
+    """Scenes as tensors: `colors` [B, 3] are those of the backgrounds, `tokens` [B, length] the captions."""
 
     things: torch.Tensor
+    """[B, 3], -1: none"""
     boxes: torch.Tensor
+    """[B, 3, 3]: x, y and size"""
+    recolors: torch.Tensor
+    """[B, 3]: index in `COLORS`, -1: natural colors"""
     colors: torch.Tensor
     tokens: torch.Tensor
 
@@ -38,22 +43,24 @@ class Batch:
         return Batch(*(tensor.pin_memory() for tensor in self._tensors()))
 
     def _tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.things, self.boxes, self.colors, self.tokens
+        return self.things, self.boxes, self.recolors, self.colors, self.tokens
 
 
 def as_batch(scenes: list[Scene], tokenizer: Any) -> Batch:
     """Convert scenes to tensors; the tokenizer pads the captions."""
     things = np.full((len(scenes), _MAX_OBJECTS), -1, np.int64)
     boxes = np.ones((len(scenes), _MAX_OBJECTS, 3), np.float32)
+    recolors, names = np.full_like(things, -1), list(COLORS)
     for row, scene in enumerate(scenes):
         for column, item in enumerate(scene.objects):
             things[row, column] = item.thing
             boxes[row, column] = (item.x, item.y, item.size)
+            recolors[row, column] = names.index(item.color) if item.color else -1
     colors = np.asarray([BACKGROUNDS[scene.background] for scene in scenes], np.float32) / 255
     tokens = tokenizer(
         [s.caption for s in scenes], padding="max_length", truncation=True, return_tensors="pt"
     ).input_ids
-    return Batch(torch.from_numpy(things), torch.from_numpy(boxes), torch.from_numpy(colors), tokens)
+    return Batch(*(torch.from_numpy(array) for array in (things, boxes, recolors, colors)), tokens)
 
 
 class SceneStream(torch.utils.data.IterableDataset[Batch]):
@@ -85,6 +92,7 @@ class Composer:
         full = torch.from_numpy(glyphs).permute(0, 3, 1, 2).contiguous()
         # Three levels of detail, like mipmaps: small glyphs must not alias.
         self.levels = torch.stack([_downsample(full, factor) for factor in (1, 2, 4)]).to(device)
+        self.colors = ColorTable(self.levels[0].float() / 255)
         axis = torch.arange(IMAGE_PIXELS, device=device) + 0.5
         self.pixels = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), -1)
 
@@ -93,15 +101,23 @@ class Composer:
         image = batch.colors[:, :, None, None].expand(-1, -1, IMAGE_PIXELS, IMAGE_PIXELS)
         for column in range(_MAX_OBJECTS):
             thing, box = batch.things[:, column], batch.boxes[:, column]
-            drawn = self.draw_glyphs(thing.clamp(min=0), box[:, :2], box[:, 2])
+            drawn = self.draw_glyphs(thing.clamp(min=0), box[:, :2], box[:, 2], color=batch.recolors[:, column])
             drawn = drawn * (thing >= 0)[:, None, None, None]
             image = drawn[:, :3] + image * (1 - drawn[:, 3:])
         return image * 2 - 1
 
     def draw_glyphs(
-        self, thing: torch.Tensor, center: torch.Tensor, size: torch.Tensor, angle: torch.Tensor | None = None
+        self,
+        thing: torch.Tensor,
+        center: torch.Tensor,
+        size: torch.Tensor,
+        angle: torch.Tensor | None = None,
+        color: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return one glyph per image [B, 4, height, width], with premultiplied alpha; angles [B] are in degrees."""
+        """Return one glyph per image [B, 4, height, width], with premultiplied alpha.
+
+        Angles [B] are in degrees; colors [B] are indices in `COLORS` or -1.
+        """
         level = (size < 80).long() + (size < 40).long()
         glyph = self.levels[level, thing].float() / 255
         grid = (self.pixels[None] - center[:, None, None]) / (size[:, None, None, None] / 2)
@@ -111,7 +127,8 @@ class Composer:
             rotation = torch.stack([cosine, -sine, sine, cosine], 1).view(-1, 1, 2, 2)
             grid = grid @ rotation
         premultiplied = torch.cat([glyph[:, :3] * glyph[:, 3:], glyph[:, 3:]], 1)
-        return F.grid_sample(premultiplied, grid, mode="bilinear", align_corners=False)
+        drawn = F.grid_sample(premultiplied, grid, mode="bilinear", align_corners=False)
+        return drawn if color is None else self.colors.apply(drawn, thing, color)
 
 
 def _downsample(glyphs: torch.Tensor, factor: int) -> torch.Tensor:

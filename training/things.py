@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 __all__ = ["Thing", "list_things", "make_plural"]
 
@@ -29,11 +29,13 @@ _EXCLUDED = re.compile(
     r"|flower_playing_cards|name_badge|label|chart_increasing_with_yen|regional.*|family|mount_fuji"
 )
 
+# Names that belong to another glyph in the emoji lists: the face is easier to recognize than the whole animal.
+_RENAMED = {"cat face": "cat", "cat": "standing cat"}
+
 # Common names that the emoji lists do not have.
 _EXTRA_NAMES = {
     "automobile": ["car", "red car"],
-    "cat": ["orange cat"],
-    "cat face": ["kitty", "kitten", "cat head"],
+    "cat": ["kitty", "kitten", "cat head", "orange cat"],
     "dog face": ["puppy"],
     "airplane": ["plane", "jet"],
     "bicycle": ["bike"],
@@ -222,6 +224,8 @@ class Thing:
     glyph: str
     names: tuple[str, ...]
     color: str | None = None
+    recolors: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
+    """For every other color that a caption can request, the names that it can use: `blue` apple."""
 
     @property
     def name(self) -> str:
@@ -241,7 +245,8 @@ def list_things(has_glyph: Callable[[str], bool]) -> tuple[Thing, ...]:
         and not _EXCLUDED.fullmatch(data["en"].strip(":"))
         and has_glyph(glyph)
     }
-    best = {glyph: _as_words(data["en"]) for glyph, data in chosen.items()}
+    words = {glyph: _as_words(data["en"]) for glyph, data in chosen.items()}
+    best = {glyph: _RENAMED.get(name, name) for glyph, name in words.items()}
     taken = dict.fromkeys(best.values())
     names: dict[str, list[str]] = {glyph: [name] for glyph, name in best.items()}
     for source in (_extra_names, _aliases, _unicode_names):  # earlier sources take precedence
