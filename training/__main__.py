@@ -58,7 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
     install = commands.add_parser("install", help="replace the embedded model with a trained one")
     install.add_argument("model", type=Path, nargs="?", default=_OUT / "model")
     motion = add_motion_commands(commands)
-    for command in (prepare, train, refine, evaluate, motion):
+    evaluate.add_argument("--data", type=Path, help="folder with the glyphs, to measure the autoencoder as well")
+    for command in (prepare, train, refine, motion):
         command.add_argument("--data", type=Path, default=_DATA)
     functions = {prepare: _prepare, train: _train, refine: _refine, evaluate: _evaluate, install: _install}
     for command, function in functions.items():
@@ -120,14 +121,18 @@ def _install(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    from training.figures import measure
+    from training.figures import Measurement, measure
 
-    if options.json and not options.json.parent.is_dir():
-        raise UsageError(f"the folder {options.json.parent} does not exist", hint=f"mkdir -p {options.json.parent}")
+    for path in (options.json, options.sheet):
+        if path and not path.parent.is_dir():
+            raise UsageError(f"the folder {path.parent} does not exist", hint=f"mkdir -p {path.parent}")
     start = time.monotonic()
     figures: dict[str, Any] = measure(
-        options.model, options.device, options.dtype, options.things, options.steps, options.guidance, options.batch
-    )
+        Measurement(
+            options.model, options.device, options.dtype, options.things, options.steps, options.guidance,
+            options.batch, options.workers, options.data, options.sheet,
+        )
+    )  # fmt: skip
     figures["trains"] = round(time.monotonic() - start, 1)
     print(json.dumps(figures, indent=2))
     if options.json:

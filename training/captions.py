@@ -19,6 +19,7 @@ __all__ = [
     "colored",
     "draw_background",
     "draw_scene",
+    "in_motion",
     "jitter",
     "pair",
     "phrase",
@@ -113,6 +114,12 @@ def triple(things: tuple[Thing, ...], index: int) -> Scene:
     positions, sizes = _COUNTS["three"]
     caption = f"three {make_plural(things[index].name)}"
     return Scene(caption, tuple(Object(index, x, y, sizes[""]) for x, y in positions))
+
+
+def in_motion(things: tuple[Thing, ...], index: int, motion: str) -> Scene:
+    """Return an evaluation scene of which an image can show only the thing: `a rocket flying to the left`."""
+    scene = single(things, index)
+    return replace(scene, caption=f"{scene.caption} {MOTIONS[motion][0]}")
 
 
 def choose_color(thing: Thing, background: str, share: float, rng: random.Random) -> str | None:

@@ -51,8 +51,10 @@ def refine(settings: RefineSettings) -> bool:
     decoder.start()
     try:
         pipe, denoiser_done = _refine_denoiser(settings)
-    finally:
-        decoder.join()
+    except BaseException:
+        decoder.terminate()
+        raise
+    decoder.join()
     if decoder.exitcode:
         raise AnyaccelError("the decoder could not be trained", hint="the traceback is above this message")
     states = torch.load(_decoder_path(settings), map_location="cpu", weights_only=True)
@@ -72,7 +74,7 @@ def _start(settings: RefineSettings) -> tuple[Any, Composer, float | None]:
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
     composer = Composer(load_glyphs(settings.data), torch.device(settings.device))
-    return DiffusionPipeline.from_pretrained(settings.model, torch_dtype=torch.float32), composer, deadline
+    return DiffusionPipeline.from_pretrained(settings.model), composer, deadline
 
 
 def _refine_denoiser(settings: RefineSettings) -> tuple[Any, bool]:

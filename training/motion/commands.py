@@ -27,6 +27,7 @@ def add_motion_commands(commands: Any) -> argparse.ArgumentParser:
     train.add_argument("--rate", type=float, default=1e-3, help="peak learning rate (default: 0.001)")
     train.add_argument("--rank", type=int, default=16, help="rank of the updates of the UNet and text encoder")
     train.add_argument("--workers", type=int, default=6, help="processes that draw scenes")
+    train.add_argument("--image-model", type=Path, help="folder of the image model (default: the embedded model)")
     train.add_argument("--no-compile", action="store_true", help="do not compile the models")
     train.add_argument("--frames", type=int, default=16, help="frames per video, for tests")
     train.add_argument("--motions", nargs="+", help="only these motions, for tests")
@@ -35,6 +36,8 @@ def add_motion_commands(commands: Any) -> argparse.ArgumentParser:
     evaluate = commands.add_parser("motion-evaluate", help="generate videos and judge their things and motions")
     evaluate.set_defaults(run=_evaluate)
     evaluate.add_argument("--model", type=Path, help="motion module (default: the one in the package)")
+    evaluate.add_argument("--image-model", type=Path, help="folder of the image model (default: the embedded model)")
+    evaluate.add_argument("--workers", type=int, default=1, help="processes that judge videos (default: 1)")
     evaluate.add_argument("--ground-truth", action="store_true", help="judge the training data instead of a model")
     evaluate.add_argument("--encoded", action="store_true", help="encode and decode the ground truth first")
     evaluate.add_argument("--data", type=Path, default=Path("runs/data"), help="glyphs for --ground-truth")
@@ -53,22 +56,20 @@ def add_motion_commands(commands: Any) -> argparse.ArgumentParser:
 
 
 def _train(options: argparse.Namespace) -> int:
-    import numpy as np
     import torch
 
     from anyaccel.embedded.motion import MOTIONS
     from training.motion.train import MotionSettings, train_motion
+    from training.prepare import load_glyphs
 
-    if not (options.data / "glyphs.npz").is_file():
-        raise UsageError(f"no glyphs in {options.data}", hint="run `python -m training prepare --glyphs-only`")
+    glyphs = load_glyphs(options.data)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
-    with np.load(options.data / "glyphs.npz") as arrays:
-        glyphs = arrays["glyphs"]
     settings = MotionSettings(
         options.minutes, options.stop_after_minutes, options.batch, options.rate, options.rank, options.frames,
         _check_motions(options.motions, tuple(MOTIONS)), tuple(options.things), options.scenes,
         workers=options.workers, compiled=not options.no_compile and options.device != "cpu",
+        image_model=options.image_model,
     )  # fmt: skip
     done = train_motion(glyphs, options.out, torch.device(options.device), settings)
     print("done" if done else "not finished: run the same command again", flush=True)
@@ -94,7 +95,10 @@ def _evaluate(options: argparse.Namespace) -> int:
     if options.ground_truth:
         figures = judge_ground_truth(options.data, *scope, encoded=options.encoded)
     else:
-        figures = evaluate_model(options.model, options.device, options.dtype, *scope, save=options.save)
+        figures = evaluate_model(
+            options.model, options.device, options.dtype, *scope, save=options.save, image_model=options.image_model,
+            workers=options.workers,
+        )  # fmt: skip
     text = json.dumps(figures, indent=2)
     print(text)
     if options.json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from anyaccel.embedded.motion import FRAMES, VIDEO_CALL_DEFAULTS, load_video_pip
 from anyaccel.errors import UsageError
 from training.motion.judge import VideoVerdict, is_turnable, judge_video
 from training.motion.scenes import VideoScene, as_frames, draw_scene_frames, plain_scene
+from training.pool import map_in_processes
 from training.prepare import load_things
 from training.scenes import Composer
 from training.things import Thing
@@ -50,20 +51,29 @@ def choose_scenes(
 
 
 def judge_scenes(
-    things: tuple[Thing, ...], scenes: list[VideoScene], generate: Generate, save: Path | None = None
+    things: tuple[Thing, ...],
+    scenes: list[VideoScene],
+    generate: Generate,
+    save: Path | None = None,
+    workers: int = 1,
 ) -> dict[str, Any]:
     """Return the share of correct videos per motion, and every video that is not correct."""
     shares: dict[str, list[tuple[bool, bool, bool]]] = {}
     missed = []
-    for seed, scene in enumerate(scenes):
-        frames = generate(scene, seed)
-        verdict = judge_video(frames, things[scene.thing].name, scene.motion)
+
+    def videos() -> Iterator[tuple[list[Image.Image], str, str]]:
+        for seed, scene in enumerate(scenes):
+            frames = generate(scene, seed)
+            if save:
+                path = save / f"{scene.caption.replace(' ', '-')}-{seed}.gif"
+                frames[0].save(path, save_all=True, append_images=frames[1:], duration=100, loop=0)
+            yield frames, things[scene.thing].name, scene.motion
+
+    verdicts = map_in_processes(judge_video, videos(), workers)
+    for seed, (scene, verdict) in enumerate(zip(scenes, verdicts, strict=True)):
         shares.setdefault(scene.motion, []).append((verdict.correct, verdict.same_thing, verdict.moves))
         if not verdict.correct:
             missed.append(_describe(scene, seed, verdict))
-        if save:
-            path = save / f"{scene.caption.replace(' ', '-')}-{seed}.gif"
-            frames[0].save(path, save_all=True, append_images=frames[1:], duration=100, loop=0)
     rows = [row for results in shares.values() for row in results]
     return {"all": _summarize(rows), **{motion: _summarize(rows) for motion, rows in shares.items()}, "missed": missed}
 
@@ -111,11 +121,13 @@ def evaluate_model(
     names: tuple[str, ...],
     frames: int,
     save: Path | None = None,
+    image_model: Path | None = None,
+    workers: int = 1,
 ) -> dict[str, Any]:
     """Generate and judge videos with a motion module, placed by anyaccel."""
     import anyaccel
 
-    pipe: Any = anyaccel.place(load_video_pipeline(model), device, dtype=dtype)
+    pipe: Any = anyaccel.place(load_video_pipeline(model, image_model), device, dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
     call = {**VIDEO_CALL_DEFAULTS, "num_frames": frames}
 
@@ -124,5 +136,6 @@ def evaluate_model(
         return images
 
     things = load_things()
-    figures = judge_scenes(things, choose_scenes(things, motions, count, names, frames), generate, save)
+    scenes = choose_scenes(things, motions, count, names, frames)
+    figures = judge_scenes(things, scenes, generate, save, workers)
     return {"device": str(pipe.device), "dtype": str(pipe.dtype).removeprefix("torch."), **call, **figures}

@@ -13,7 +13,8 @@ from PIL import Image
 
 from anyaccel.embedded.judge import BACKGROUNDS
 from anyaccel.embedded.motion import FRAMES, MOTIONS
-from training.captions import background_phrase, phrase, with_article
+from training.captions import background_phrase, choose_color, draw_background, phrase, with_article
+from training.colors import COLORS
 from training.motion.tracks import STILL, Track, make_track
 from training.scenes import Composer
 from training.things import Thing
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 _STILL_SHARE = 0.06  # of the captions name no motion
+_COLOR_SHARE = 0.08  # of the things get another color
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,15 @@ class VideoScene:
     motion: str
     track: Track
     background: str = field(default="white")
+    color: str | None = None
 
 
 @dataclass(frozen=True)
 class VideoBatch:
-    """Scenes as tensors: `things` [B], `tracks` [B, frames, 5], `colors` [B, 3] and `tokens` [B, length]."""
+    """Scenes as tensors: `things` [B], `recolors` [B], `tracks` [B, frames, 5], `colors` [B, 3], `tokens`."""
 
     things: torch.Tensor
+    recolors: torch.Tensor
     tracks: torch.Tensor
     colors: torch.Tensor
     tokens: torch.Tensor
@@ -62,7 +66,7 @@ class VideoBatch:
         return VideoBatch(*(tensor.pin_memory() for tensor in self._tensors()))
 
     def _tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.things, self.tracks, self.colors, self.tokens
+        return self.things, self.recolors, self.tracks, self.colors, self.tokens
 
 
 def draw_video_scene(
@@ -75,18 +79,19 @@ def draw_video_scene(
     """Return a random scene with one of the motions and one of the things with these indices (default: all)."""
     index = rng.choice(indices) if indices else rng.randrange(len(things))
     motion = STILL if rng.random() < _STILL_SHARE else rng.choice(motions)
-    caption = phrase(things[index], "", rng)
+    background = draw_background(rng)
+    color = choose_color(things[index], background, _COLOR_SHARE, rng)
+    caption = phrase(things[index], "", rng, color)
     if motion != STILL:
         words = rng.choice(MOTIONS[motion])
         caption += f" that is {words}" if rng.random() < 0.1 else f" {words}"
-    background = "white" if rng.random() < 0.55 else rng.choice(list(BACKGROUNDS))
     if background != "white" or rng.random() < 0.15:
         caption += background_phrase(background, rng)
     if rng.random() < 0.1:
         caption = rng.choice(("a video of ", "an animation of ", "show me ", "make a video of ")) + caption
     if rng.random() < 0.05:
         caption += "."
-    return VideoScene(caption, index, motion, make_track(motion, frames, rng), background)
+    return VideoScene(caption, index, motion, make_track(motion, frames, rng), background, color)
 
 
 def plain_scene(
@@ -102,18 +107,23 @@ def as_video_batch(scenes: list[VideoScene], tokenizer: Any) -> VideoBatch:
     tokens = tokenizer([s.caption for s in scenes], padding="max_length", truncation=True, return_tensors="pt")
     return VideoBatch(
         torch.tensor([scene.thing for scene in scenes]),
+        torch.tensor([_color_index(scene) for scene in scenes]),
         torch.from_numpy(np.stack([scene.track for scene in scenes])),
         torch.tensor([BACKGROUNDS[scene.background] for scene in scenes]) / 255,
         tokens.input_ids,
     )
 
 
+def _color_index(scene: VideoScene) -> int:
+    return list(COLORS).index(scene.color) if scene.color else -1
+
+
 def draw_video(composer: Composer, batch: VideoBatch) -> torch.Tensor:
     """Return the frames [B × frames, 3, height, width] of a batch on the composer's device, from -1 to 1."""
     frames = batch.tracks.shape[1]
     x_y, size, angle, opacity = batch.tracks.flatten(0, 1).split((2, 1, 1, 1), dim=1)
-    things = batch.things.repeat_interleave(frames)
-    drawn = composer.draw_glyphs(things, x_y, size[:, 0], angle[:, 0]) * opacity[:, :, None, None]
+    things, recolors = (indices.repeat_interleave(frames) for indices in (batch.things, batch.recolors))
+    drawn = composer.draw_glyphs(things, x_y, size[:, 0], angle[:, 0], recolors) * opacity[:, :, None, None]
     background = batch.colors.repeat_interleave(frames, 0)[:, :, None, None]
     video: torch.Tensor = (drawn[:, :3] + background * (1 - drawn[:, 3:])) * 2 - 1
     return video
@@ -122,7 +132,7 @@ def draw_video(composer: Composer, batch: VideoBatch) -> torch.Tensor:
 def draw_scene_frames(composer: Composer, scene: VideoScene) -> torch.Tensor:
     """Return the frames of a scene [frames, 3, height, width], from -1 to 1."""
     batch = VideoBatch(
-        torch.tensor([scene.thing]), torch.from_numpy(scene.track)[None],
+        torch.tensor([scene.thing]), torch.tensor([_color_index(scene)]), torch.from_numpy(scene.track)[None],
         torch.tensor([BACKGROUNDS[scene.background]]) / 255, torch.empty(0),
     )  # fmt: skip
     return draw_video(composer, batch.to(composer.levels.device))

@@ -49,13 +49,15 @@ class MotionSettings:
     pool: int = 48_000
     workers: int = 6
     compiled: bool = True
+    image_model: Path | None = None
+    """Folder of the image model; None: the embedded model."""
 
 
 def train_motion(glyphs: Glyphs, folder: Path, device: torch.device, settings: MotionSettings) -> bool:
     """Train or resume, and save the averaged weights in `folder/motion`; return whether training is finished."""
     deadline = time.monotonic() + 60 * settings.stop_after_minutes if settings.stop_after_minutes else None
     things = load_things()
-    model = VideoModel(rank=settings.rank).to(device)
+    model = VideoModel(settings.image_model, settings.rank).to(device)
     average = copy.deepcopy(model.trained).requires_grad_(False)
     optimizer = torch.optim.AdamW(
         model.trained.parameters(), lr=settings.rate, betas=(0.9, 0.99), weight_decay=0.01, fused=device.type != "cpu"

@@ -132,10 +132,10 @@ def read_video_index() -> dict[str, Any]:
     return {"_class_name": _PIPELINE, **shared, "motion_adapter": ["diffusers", _ADAPTER]}
 
 
-def load_video_pipeline(folder: Path | None = None, **options: Any) -> Any:
+def load_video_pipeline(folder: Path | None = None, image_model: Path | None = None, **options: Any) -> Any:
     """Return a diffusers `AnimateDiffPipeline` of the embedded model with its motion module, on the CPU.
 
-    `options` are passed to `from_pretrained`.
+    `image_model` replaces the embedded model; `options` are passed to `from_pretrained`.
     """
     folder = find_motion_module(folder)
     import diffusers
@@ -143,7 +143,7 @@ def load_video_pipeline(folder: Path | None = None, **options: Any) -> Any:
     load_adapter: Any = diffusers.MotionAdapter.from_pretrained
     load: Any = diffusers.AnimateDiffPipeline.from_pretrained
     adapter = load_adapter(folder, **options)
-    pipe = load(find_embedded_model(), motion_adapter=adapter, **options)
+    pipe = load(image_model or find_embedded_model(), motion_adapter=adapter, **options)
     _fuse_lora(pipe, folder / LORA_FILE)
     return pipe
 
