@@ -44,9 +44,7 @@ def judge_scenes(things: tuple[Thing, ...], count: int, seed: int = _SEED) -> di
         "pair": [pair(things, *rng.sample(range(len(things)), 2)) for _ in range(count)],
         "color": [colored(things, *choice) for choice in choose_recolors(things, count, rng)],
         "three": [triple(things, index) for index in chosen],
-        "motion": [
-            in_motion(things, index, motions[position % len(motions)]) for position, index in enumerate(chosen)
-        ],
+        "motion": [in_motion(things, index, motions[position % len(motions)]) for position, index in enumerate(chosen)],
     }
 
 

@@ -61,13 +61,11 @@ wait_for() {
     local end=$((SECONDS + $1)) shown=0
     rm -f "$RELEASE/all.done"
     setsid "$0" run > /dev/null 2>> "$RELEASE/progress.log" < /dev/null 9>&- &
-    local runner=$!
     while [ $SECONDS -lt "$end" ] && [ ! -e "$RELEASE/all.done" ]; do
         sleep 5
         tail -n +$((shown + 1)) "$RELEASE/progress.log" 2> /dev/null
         shown=$(wc -l < "$RELEASE/progress.log" 2> /dev/null || echo 0)
-        # `run` ends at once if another one has the lock; otherwise its end means that it failed or finished.
-        kill -0 $runner 2> /dev/null || flock -n "$RELEASE/lock" true && ! kill -0 $runner 2> /dev/null && break
+        flock -n "$RELEASE/lock" true && break # held as long as `run` works
     done
     tail -n 2 "$RELEASE"/*.log "$RELEASE"/*/log.jsonl 2> /dev/null
     return 0
