@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the conventional name
@@ -83,9 +82,8 @@ class ColorTable:
         share = (1 - (distance - main[:, 2:3]) / _SOFTNESS).clamp(0, 1) * (color >= 0)[:, None, None, None]
         mean = main[:, 3:]
         shade = target * (luma / mean).clamp(max=1)
-        highlight = (
-            (1 - target) * _HIGHLIGHTS * target.amax(1, keepdim=True) * ((luma - mean) / (1.02 - mean)).clamp(0, 1)
-        )
+        brighter = ((luma - mean) / (1.02 - mean)).clamp(0, 1) * target.amax(1, keepdim=True)
+        highlight = _HIGHLIGHTS * brighter * (1 - target)
         return torch.cat([torch.lerp(rgb, shade + highlight, share) * alpha, alpha], 1)
 
 

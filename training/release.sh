@@ -6,7 +6,7 @@
 #   training/release.sh collect DIR    pack the results so far into at most 7 files of at most 14 MB
 #
 # Environment: RELEASE (folder, default runs/release), PYTHON, DEVICE, DATA, REFINE_MINUTES, DECODER_MINUTES,
-# MOTION_MINUTES, WORKERS (judging processes), THINGS and VIDEOS (size of the evaluations), and for tests
+# MOTION_MINUTES, WORKERS (judging processes), THINGS, VIDEOS and SEEDS (size of the evaluations), and for tests
 # REFINE_OPTIONS, MOTION_OPTIONS and JUDGE_OPTIONS.
 set -u
 RELEASE=${RELEASE:-runs/release} PYTHON=${PYTHON:-python3} DEVICE=${DEVICE:-cuda} DATA=${DATA:-runs/data}
@@ -50,7 +50,7 @@ run() {
     mkdir -p "$RELEASE/videos"
     step evaluate_motion env OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 "$PYTHON" -m training motion-evaluate \
         --device "$DEVICE" --model "$RELEASE/motion/motion" --image-model "$RELEASE/image/model" \
-        --videos "${VIDEOS:-8}" --workers "${MOTION_WORKERS:-12}" --save "$RELEASE/videos" \
+        --videos "${VIDEOS:-10}" --seeds "${SEEDS:-3}" --workers "${MOTION_WORKERS:-12}" --save "$RELEASE/videos" \
         --json "$RELEASE/motion.json" ${JUDGE_OPTIONS:-}
     wait
     touch "$RELEASE/all.done"
@@ -61,13 +61,11 @@ wait_for() {
     local end=$((SECONDS + $1)) shown=0
     rm -f "$RELEASE/all.done"
     setsid "$0" run > /dev/null 2>> "$RELEASE/progress.log" < /dev/null 9>&- &
-    local runner=$!
     while [ $SECONDS -lt "$end" ] && [ ! -e "$RELEASE/all.done" ]; do
         sleep 5
         tail -n +$((shown + 1)) "$RELEASE/progress.log" 2> /dev/null
         shown=$(wc -l < "$RELEASE/progress.log" 2> /dev/null || echo 0)
-        # `run` ends at once if another one has the lock; otherwise its end means that it failed or finished.
-        kill -0 $runner 2> /dev/null || flock -n "$RELEASE/lock" true && ! kill -0 $runner 2> /dev/null && break
+        flock -n "$RELEASE/lock" true && break # held as long as `run` works
     done
     tail -n 2 "$RELEASE"/*.log "$RELEASE"/*/log.jsonl 2> /dev/null
     return 0

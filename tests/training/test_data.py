@@ -9,7 +9,9 @@ import torch
 
 from anyaccel.embedded.judge import BACKGROUNDS, load_judge
 from anyaccel.embedded.model import find_embedded_model
-from training.captions import draw_scene, pair, single
+from training.captions import Object, Scene, draw_scene, pair, single
+from training.color_judge import find_color
+from training.colors import COLORS
 from training.evaluate import evaluate, judge_scenes
 from training.glyphs import draw_glyph, name_color
 from training.prepare import load_things, render
@@ -70,6 +72,44 @@ def test_captions_match_the_layout() -> None:
             assert first.x > second.x
 
 
+def test_captions_name_the_colors_of_recolored_things() -> None:
+    rng = random.Random(5)
+    scenes = [draw_scene(THINGS, rng) for _ in range(3000)]
+    recolored = [scene for scene in scenes if any(item.color for item in scene.objects)]
+    assert 0.09 < len(recolored) / len(scenes) < 0.16
+    assert {item.color for scene in recolored for item in scene.objects} >= set(COLORS)
+    for scene in recolored:
+        for color in {item.color for item in scene.objects if item.color}:
+            assert color.replace("grey", "gray") in scene.caption.replace("grey", "gray")
+            assert color == "white" or color not in scene.background.split()
+    names = {name for thing in THINGS for name in thing.names}
+    apple = next(thing for thing in THINGS if thing.name == "red apple")
+    assert "apple" in apple.recolors["blue"]
+    assert "apple" not in apple.recolors.get("green", ())  # `green apple` is another thing
+    assert not {f"{color} {name}" for thing in THINGS for color, of in thing.recolors.items() for name in of} & names
+
+
+def test_three_things_are_in_a_triangle_and_captions_name_motions() -> None:
+    rng = random.Random(6)
+    scenes = [draw_scene(THINGS, rng) for _ in range(2000)]
+    three = [scene.objects for scene in scenes if len(scene.objects) == 3]
+    assert 0.07 < len(three) / len(scenes) < 0.13
+    for top, left, right in three:
+        assert top.y < min(left.y, right.y) - 40
+        assert left.x < top.x < right.x
+    moving = [scene for scene in scenes if scene.caption.endswith(("bouncing", "spinning", "flying to the left"))]
+    assert moving
+    assert {len(scene.objects) for scene in moving} == {1}
+
+
+def test_the_judge_tells_colors_apart(composer: Composer, tokenizer: object) -> None:
+    index = next(index for index, thing in enumerate(THINGS) if thing.name == "cat")
+    colors = [None, *COLORS]
+    scenes = [Scene("", (Object(index, 65, 63, 88, color),), "white") for color in colors]
+    images = render(scenes, composer, tokenizer)
+    assert [find_color(image, index) for image in images] == ["natural", *COLORS]
+
+
 def test_captions_are_not_truncated(tokenizer: object) -> None:
     rng = random.Random(4)
     captions = [draw_scene(THINGS, rng).caption for _ in range(2000)]
@@ -106,11 +146,12 @@ def test_the_evaluation_counts_the_answers_of_the_judge(composer: Composer, toke
         return list(render([single(THINGS, 0)] * len(prompts), composer, tokenizer))
 
     figures, missed = evaluate(THINGS, perfect, 12, seeds=(0,))  # type: ignore[arg-type]
-    assert (figures.single, figures.background, figures.pair) == (1.0, 1.0, 1.0)
+    assert {figures[kind] for kind in ("single", "background", "pair", "color", "three", "motion")} == {1.0}
+    assert figures["color_thing"] == 1.0
     assert missed == []
     figures, missed = evaluate(THINGS, constant, 12, seeds=(0,))  # type: ignore[arg-type]
-    assert figures.single <= 1 / 12
-    assert figures.pair == 0
+    assert figures["single"] <= 1 / 12
+    assert figures["pair"] == figures["three"] == figures["color_thing"] == 0
     assert len(missed) >= 11
 
 

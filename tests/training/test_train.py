@@ -90,19 +90,26 @@ def restored_precision() -> Iterator[None]:
     torch.backends.cudnn.benchmark = benchmark
 
 
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Return a folder with the judge's small glyphs and the tokenizer."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    small = (load_judge().glyphs * 255).round().astype(np.uint8)
+    np.savez(folder / "glyphs.npz", glyphs=np.pad(small, ((0, 0), (40, 40), (40, 40), (0, 0))))
+    (folder / "tokenizer").symlink_to(find_embedded_model() / "tokenizer")
+    return folder
+
+
 @pytest.mark.usefixtures("restored_precision")
 @pytest.mark.slow
-def test_the_command_trains_stops_and_resumes(tmp_path: Path) -> None:
+def test_the_command_trains_stops_and_resumes(data: Path, tmp_path: Path) -> None:
     """Run a few steps with batches of two images.
 
     Runs in a child process: torch counts devices when it first computes a gradient, and other tests fork virtual
     devices from this process.
     """
-    data, out = tmp_path / "data", tmp_path / "out"
-    data.mkdir()
-    small = (load_judge().glyphs * 255).round().astype(np.uint8)
-    np.savez(data / "glyphs.npz", glyphs=np.pad(small, ((0, 0), (40, 40), (40, 40), (0, 0))))
-    (data / "tokenizer").symlink_to(find_embedded_model() / "tokenizer")
+    out = tmp_path / "out"
     arguments = ["train", "--data", str(data), "--out", str(out), "--device", "cpu", "--batch", "2", "--workers", "0"]
     arguments += ["--autoencoder-minutes", "0.01", "--denoiser-minutes", "0.01"]
     assert call_in_fork(lambda: main([*arguments, "--stop-after-minutes", "0.0001"])) == 1
@@ -113,6 +120,24 @@ def test_the_command_trains_stops_and_resumes(tmp_path: Path) -> None:
     assert type(pipe) is diffusers.StableDiffusionPipeline
     stages = [json.loads(line)["stage"] for line in (out / "log.jsonl").read_text().splitlines()]
     assert set(stages) == {"autoencoder", "denoiser"}
+
+
+@pytest.mark.usefixtures("restored_precision")
+@pytest.mark.long
+def test_a_refined_model_keeps_its_latent_space(data: Path, tmp_path: Path) -> None:
+    """Run a few steps, stop, resume, and compare the encoder and the decoder with those of the embedded model."""
+    out = tmp_path / "out"
+    arguments = ["refine", "--data", str(data), "--out", str(out), "--device", "cpu", "--batch", "2", "--workers", "0"]
+    arguments += ["--minutes", "0.02", "--decoder-minutes", "0.02"]
+    assert call_in_fork(lambda: main([*arguments, "--stop-after-minutes", "0.0001"])) == 1
+    assert call_in_fork(lambda: main(arguments)) == 0
+    before = diffusers.AutoencoderKL.from_pretrained(find_embedded_model() / "vae").state_dict()
+    after = diffusers.DiffusionPipeline.from_pretrained(out / "model").vae.state_dict()
+    changed = {name.split(".")[0] for name, weight in after.items() if not torch.equal(weight, before[name])}
+    assert changed == {"post_quant_conv", "decoder"}
+    first = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert {line["stage"] for line in first} == {"decoder", "denoiser"}
+    assert max(line["loss"] for line in first) < 1  # a new model starts at 1.1 and 3.0
 
 
 def test_the_composer_has_three_levels_of_detail() -> None:

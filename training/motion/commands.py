@@ -43,7 +43,8 @@ def add_motion_commands(commands: Any) -> argparse.ArgumentParser:
     evaluate.add_argument("--data", type=Path, default=Path("runs/data"), help="glyphs for --ground-truth")
     evaluate.add_argument("--device", default="auto")
     evaluate.add_argument("--dtype", default="float32")
-    evaluate.add_argument("--videos", type=int, default=10, help="videos per motion (default: 10)")
+    evaluate.add_argument("--videos", type=int, default=10, help="things per motion (default: 10)")
+    evaluate.add_argument("--seeds", type=int, default=3, help="videos per thing (default: 3)")
     evaluate.add_argument("--frames", type=int, default=16, help="frames per video, for tests")
     evaluate.add_argument("--motions", nargs="+", help="only these motions")
     evaluate.add_argument("--things", nargs="+", default=[], help="only these things")
@@ -97,7 +98,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     else:
         figures = evaluate_model(
             options.model, options.device, options.dtype, *scope, save=options.save, image_model=options.image_model,
-            workers=options.workers,
+            workers=options.workers, seeds=options.seeds,
         )  # fmt: skip
     text = json.dumps(figures, indent=2)
     print(text)

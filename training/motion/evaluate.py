@@ -56,13 +56,18 @@ def judge_scenes(
     generate: Generate,
     save: Path | None = None,
     workers: int = 1,
+    seeds: int = 1,
 ) -> dict[str, Any]:
-    """Return the share of correct videos per motion, and every video that is not correct."""
+    """Return the share of correct videos per motion, and every video that is not correct.
+
+    Every scene is generated once per seed, from 0.
+    """
+    requests = [(scene, seed) for seed in range(seeds) for scene in scenes]
     shares: dict[str, list[tuple[bool, bool, bool]]] = {}
     missed = []
 
     def videos() -> Iterator[tuple[list[Image.Image], str, str]]:
-        for seed, scene in enumerate(scenes):
+        for scene, seed in requests:
             frames = generate(scene, seed)
             if save:
                 path = save / f"{scene.caption.replace(' ', '-')}-{seed}.gif"
@@ -70,7 +75,7 @@ def judge_scenes(
             yield frames, things[scene.thing].name, scene.motion
 
     verdicts = map_in_processes(judge_video, videos(), workers)
-    for seed, (scene, verdict) in enumerate(zip(scenes, verdicts, strict=True)):
+    for (scene, seed), verdict in zip(requests, verdicts, strict=True):
         shares.setdefault(scene.motion, []).append((verdict.correct, verdict.same_thing, verdict.moves))
         if not verdict.correct:
             missed.append(_describe(scene, seed, verdict))
@@ -123,6 +128,7 @@ def evaluate_model(
     save: Path | None = None,
     image_model: Path | None = None,
     workers: int = 1,
+    seeds: int = 1,
 ) -> dict[str, Any]:
     """Generate and judge videos with a motion module, placed by anyaccel."""
     import anyaccel
@@ -137,5 +143,5 @@ def evaluate_model(
 
     things = load_things()
     scenes = choose_scenes(things, motions, count, names, frames)
-    figures = judge_scenes(things, scenes, generate, save, workers)
+    figures = judge_scenes(things, scenes, generate, save, workers, seeds)
     return {"device": str(pipe.device), "dtype": str(pipe.dtype).removeprefix("torch."), **call, **figures}
