@@ -116,7 +116,7 @@ def _measure_round_trip(pipe: Any, folder: Path) -> dict[str, float]:
             errors["psnr_db"].append(error.mean().item())
             for box, color in _boxes(scene):
                 errors["psnr_recolored_box_db" if color else "psnr_natural_box_db"].append(error[box].mean().item())
-    return {name: round(10 * math.log10(4 / (sum(values) / len(values))), 2) for name, values in errors.items()}
+    return {name: round(10 * math.log10(4 * len(rows) / sum(rows)), 2) for name, rows in errors.items() if rows}
 
 
 def _boxes(scene: Scene) -> list[tuple[tuple[slice, slice], str | None]]:
