@@ -60,7 +60,7 @@ run() {
 wait_for() {
     local end=$((SECONDS + $1)) shown=0
     rm -f "$RELEASE/all.done"
-    setsid "$0" run > /dev/null 2>> "$RELEASE/progress.log" < /dev/null 9>&- &
+    setsid bash "$0" run > /dev/null 2>> "$RELEASE/progress.log" < /dev/null 9>&- &
     while [ $SECONDS -lt "$end" ] && [ ! -e "$RELEASE/all.done" ]; do
         sleep 5
         tail -n +$((shown + 1)) "$RELEASE/progress.log" 2> /dev/null
@@ -75,7 +75,7 @@ export_motion() { # write the motion module from the last checkpoint, on the CPU
     local folder=$RELEASE/motion_so_far
     [ -e "$RELEASE/motion/motion.pt" ] || return 0
     mkdir -p "$folder" && cp "$RELEASE/motion/motion.pt" "$folder/"
-    CUDA_VISIBLE_DEVICES='' "$PYTHON" -m training motion --device cpu --data "$DATA" --out "$folder" --batch 1 \
+    CUDA_VISIBLE_DEVICES="" timeout 75 "$PYTHON" -m training motion --device cpu --data "$DATA" --out "$folder" --batch 1 \
         --workers 0 --image-model "$RELEASE/image/model" --minutes "${MOTION_MINUTES:-14}" \
         --stop-after-minutes 0.0001 >> "$RELEASE/export_motion.log" 2>&1
     rm -f "$folder/motion.pt"
