@@ -145,9 +145,9 @@ def test_the_evaluation_counts_correct_videos(composer: Composer) -> None:
     assert [missed["caption"] for missed in figures["missed"]] == [scene.caption for scene in scenes]
 
 
-def test_the_package_has_no_motion_module() -> None:
+def test_a_folder_without_a_motion_module_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not part of this version") as raised:
-        load_video_pipeline()
+        load_video_pipeline(tmp_path)
     assert "--model" in raised.value.hint
 
 
