@@ -215,7 +215,7 @@ def test_explain(module: str) -> None:
 def test_bench(run: Run, module: str) -> None:
     status, out, err = run(
         "bench", module, "--frames", "16", "--size", str(SIDE), "--steps", "1", "--rounds", "1", "--images", "1",
-        "--device", "cpu", "--dtype", "float32", "--json",
+        "--against", "eager", "--device", "cpu", "--dtype", "float32", "--json",
     )  # fmt: skip
     assert status == 0, err
     (row,) = json.loads(out)
