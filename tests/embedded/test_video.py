@@ -44,6 +44,10 @@ def pixels(frames: list[Image.Image]) -> Any:
     return numpy.stack([numpy.asarray(frame) for frame in frames])
 
 
+def read_frames(file: str | Path) -> Any:
+    return pixels(decode_video(Path(file), max_frames=20, max_pixels=10**6).frames)
+
+
 @pytest.fixture(scope="module")
 def module() -> str:
     return save_motion_module()
@@ -165,7 +169,7 @@ def test_command_writes_a_video_that_from_reproduces(run: Run, module: str, resu
     assert "warning" not in err
     assert Path("again.mp4").read_bytes() == Path("rocket.mp4").read_bytes()
     result.save("python.mp4")
-    assert Path("python.mp4").read_bytes() == Path("rocket.mp4").read_bytes()
+    assert numpy.array_equal(read_frames("python.mp4"), read_frames("rocket.mp4"))
 
 
 @pytest.mark.long
@@ -183,8 +187,7 @@ def test_batch_rows(run: Run, module: str, result: Result) -> None:
     entries = {entry["row"]: entry for entry in map(json.loads, Path("out/manifest.jsonl").read_text().splitlines())}
     first, second = (Path("out") / entries[row]["path"] for row in (1, 2))
     assert (read_metadata(first)[0].fps, read_metadata(second)[0].fps) == (8, 4)
-    again = result.save(f"again{first.suffix}")[0]
-    assert first.read_bytes() == again.read_bytes()
+    assert numpy.array_equal(read_frames(first), read_frames(result.save(f"again{first.suffix}")[0]))
 
 
 def test_batch_of_images_and_videos_is_rejected(run: Run) -> None:

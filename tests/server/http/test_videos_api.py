@@ -178,7 +178,7 @@ def test_the_duration_sets_the_frame_rate_of_the_embedded_model(videos: Live) ->
     done = client.videos.poll(remix.id, poll_interval_ms=200)
     assert (done.status, done.num_frames, done.fps) == ("completed", 16, 4)
     for arguments in ({"num_frames": 8}, {"num_frames": 16, "fps": 10, "seconds": "2"}, {"seconds": "1", "fps": 8}):
-        with pytest.raises(openai.BadRequestError, match="16 frames, not 8|either seconds or num_frames"):
+        with pytest.raises(openai.BadRequestError, match=r"16 frames, not 8|either seconds or num_frames"):
             client.videos.create(extra_body={**extra, **arguments}, **call)
 
 
