@@ -190,6 +190,13 @@ def test_batch_rows(run: Run, module: str, result: Result) -> None:
     assert numpy.array_equal(read_frames(first), read_frames(result.save(f"again{first.suffix}")[0]))
 
 
+def test_a_file_name_for_a_video_without_frames_has_a_hint(run: Run) -> None:
+    status, _, err = run("generate", PROMPT, "-o", "rocket.gif")
+    assert status == 2
+    assert ".gif is a format for videos" in err
+    assert "add --frames 16 for a video" in err
+
+
 def test_batch_of_images_and_videos_is_rejected(run: Run) -> None:
     Path("rows.jsonl").write_text('{"prompt": "a cat"}\n{"prompt": "a cat growing", "frames": 16}')
     status, _, err = run("batch", "rows.jsonl", "--out", "out")
