@@ -17,8 +17,8 @@ _THINGS = Path(__file__).parent / "things.json"
 _FUNCTION_WORDS = """
 a an the and with on in of to at next beside left right background white gray two three some several few one single
 small tiny little large big huge cute beautiful nice pretty lovely simple colorful happy cool
-draw me please show paint make create i want generate give can you there is that picture emoji drawing icon photo image video
-animation
+draw me please show paint make create i want generate give can you there is that picture emoji drawing icon photo image
+video animation
 """
 _PLURAL_ENDINGS = (("ies", "y"), ("ves", "f"), ("es", ""), ("s", ""))
 
