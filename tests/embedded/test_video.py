@@ -22,6 +22,7 @@ from anyaccel.generation.media_format import read_metadata
 from anyaccel.generation.model_loading import release_model
 from anyaccel.generation.model_name import find_revision, resolve_model
 from anyaccel.media.decode import decode_video
+from anyaccel.processes.forked_call import call_in_fork
 from anyaccel.runtime.pipeline import DiffusionPipeline
 from tests.browser import open_browser
 from tests.conftest import NEEDS_RECIPES
@@ -207,9 +208,13 @@ def test_batch_of_images_and_videos_is_rejected(run: Run) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("device", ["virtual:mps", "virtual:hpu", "virtual:neuron"])
 def test_virtual_devices(module: str, result: Result, device: str) -> None:
-    other = generate(PROMPT, module, frames=FRAMES, **{**CPU, "device": device})
-    frames = zip(other.videos[0].frames, result.videos[0].frames, strict=True)
-    assert min(measure_psnr(frame, expected) for frame, expected in frames) > 40
+    def measure() -> float:
+        other = generate(PROMPT, module, frames=FRAMES, **{**CPU, "device": device})
+        frames = zip(other.videos[0].frames, result.videos[0].frames, strict=True)
+        return min(measure_psnr(frame, expected) for frame, expected in frames)
+
+    # In a child process, because a process can have one virtual device.
+    assert call_in_fork(measure) > 40
 
 
 @pytest.mark.long
@@ -221,15 +226,14 @@ def test_explain(module: str) -> None:
     assert {"unet", "vae", "text_encoder"} <= set(names)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_bench(run: Run, module: str) -> None:
     status, out, err = run(
         "bench", module, "--frames", "16", "--size", str(SIDE), "--steps", "1", "--rounds", "1", "--images", "1",
         "--against", "eager", "--device", "cpu", "--dtype", "float32", "--json",
     )  # fmt: skip
     assert status == 0, err
-    (row,) = json.loads(out)
-    assert row["title"] == module
+    assert {row["title"] for row in json.loads(out)} == {module}
 
 
 def test_from_pretrained_loads_the_folder(module: str) -> None:
