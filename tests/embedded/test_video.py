@@ -233,7 +233,9 @@ def test_bench(run: Run, module: str) -> None:
         "--against", "eager", "--device", "cpu", "--dtype", "float32", "--json",
     )  # fmt: skip
     assert status == 0, err
-    assert {row["title"] for row in json.loads(out)} == {module}
+    (row,) = json.loads(out)["rows"]
+    assert row["title"] == module
+    assert set(row["variants"]) == {"stock eager", "anyaccel"}
 
 
 def test_from_pretrained_loads_the_folder(module: str) -> None:
