@@ -19,7 +19,7 @@ from training.evaluate import evaluate
 from training.prepare import load_glyphs, load_things
 from training.scenes import Composer, as_batch
 
-__all__ = ["Measurement", "measure", "open_model"]
+__all__ = ["Measurement", "machine_name", "measure", "open_model"]
 
 # Prompts of the contact sheet: what people try first, and what misled them in the first model.
 _PROMPTS = (
@@ -79,7 +79,7 @@ def measure(settings: Measurement) -> dict[str, Any]:
     return {
         "device": str(pipe.device),
         "dtype": str(pipe.dtype).removeprefix("torch."),
-        "machine": _machine_name(pipe.device),
+        "machine": machine_name(pipe.device),
         "torch": torch.__version__,
         **call,
         **figures,
@@ -128,7 +128,8 @@ def _boxes(scene: Scene) -> list[tuple[tuple[slice, slice], str | None]]:
     ]  # fmt: skip
 
 
-def _machine_name(device: torch.device) -> str:
+def machine_name(device: torch.device) -> str:
+    """Return the name of a device's hardware."""
     if device.type == "cpu":
         return f"{platform.machine()}, {torch.get_num_threads()} threads"
     return str(torch.get_device_module(device).get_device_name(device))

@@ -138,7 +138,7 @@ def test_another_input_is_not_mixed_into_a_batch(files: Path, run_cli_forked: Ru
 def service(files: Path) -> Iterator[Live]:
     """Start a service on the data of version 0.1. By default, its jobs would have expired."""
     limits = [f"--limit={name}=1e10" for name in ("keep_s", "deadline_s")]
-    live = Live(files / "jobs", "--device", "cpu", "--dtype", "float32", *limits)
+    live = Live(files / "jobs", "embedded", "--device", "cpu", "--dtype", "float32", *limits)
     yield live
     live.end(signal.SIGTERM)
 

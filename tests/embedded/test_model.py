@@ -81,6 +81,8 @@ def test_tokenizer_survives_saving(pipe: Any, tmp_path: Path) -> None:
     ("prompt", "unknown"),
     [
         ("three small stars on a black background.", []),
+        ("a video of a rocket that is flying upwards", []),
+        ("a rocket vanishing", []),
         ("Please draw me a fox & two teddy bears!", []),
         ("un gato azul", ["un", "gato", "azul"]),
         ("a cat in the style of Monet", ["style", "monet"]),

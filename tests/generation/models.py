@@ -41,6 +41,22 @@ def save_model(name: str) -> str:
     return str(folder)
 
 
+@functools.cache
+def save_motion_module() -> str:
+    """Save a motion module for the embedded model, with random weights, once for all tests, and return its path."""
+    from training.motion.model import VideoModel
+
+    folder = _root() / "motion"
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = VideoModel(rank=2)
+        for parameter in model.trained:
+            if not parameter.any():  # zero, so that the module would not change the images
+                parameter.normal_(std=0.3)
+    model.save(folder)
+    return str(folder)
+
+
 def _make_ip_adapter_base() -> Any:
     return assemble("StableDiffusionPipeline", parts_for_ip_adapter)
 

@@ -30,7 +30,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     By default, images have a quarter of the model's normal size, because one step then takes a quarter of the time.
     """
     service = Live(
-        tmp_path_factory.mktemp("live"), "--dtype", "float32", "--sizes", "64x64",
+        tmp_path_factory.mktemp("live"), "embedded", "--dtype", "float32", "--sizes", "64x64",
         "--max-queue", "3", "--max-batch", "2",
         "--api-key", ALICE, "--api-key", BOB, "--api-key", CAROL,
         *(f"--limit={limit}" for limit in ("max_steps=2000", "max_n=4", "body_s=10", "max_pixels=65536")), key=ALICE,

@@ -111,5 +111,8 @@ def _install(options: argparse.Namespace) -> int:
     from anyaccel.embedded.motion import find_motion_module
     from training.prepare import EMBEDDED
 
-    shutil.copytree(find_motion_module(options.model), EMBEDDED / "motion", dirs_exist_ok=True)
+    folder = EMBEDDED / "motion"
+    shutil.copytree(find_motion_module(options.model), folder, dirs_exist_ok=True)
+    for file in folder.iterdir():
+        file.chmod(0o644)  # safetensors writes files that only their owner can read
     return 0

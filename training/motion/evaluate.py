@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ from PIL import Image
 from anyaccel.embedded.model import find_embedded_model
 from anyaccel.embedded.motion import FRAMES, VIDEO_CALL_DEFAULTS, load_video_pipeline
 from anyaccel.errors import UsageError
+from training.figures import machine_name
 from training.motion.judge import VideoVerdict, is_turnable, judge_video
 from training.motion.scenes import VideoScene, as_frames, draw_scene_frames, plain_scene
+from training.motion.tracks import STILL
 from training.pool import map_in_processes
 from training.prepare import load_things
 from training.scenes import Composer
@@ -58,7 +62,7 @@ def judge_scenes(
     workers: int = 1,
     seeds: int = 1,
 ) -> dict[str, Any]:
-    """Return the share of correct videos per motion, and every video that is not correct.
+    """Return the share of correct videos, of all motions and of each one, and every video that is not correct.
 
     Every scene is generated once per seed, from 0.
     """
@@ -79,7 +83,8 @@ def judge_scenes(
         shares.setdefault(scene.motion, []).append((verdict.correct, verdict.same_thing, verdict.moves))
         if not verdict.correct:
             missed.append(_describe(scene, seed, verdict))
-    rows = [row for results in shares.values() for row in results]
+    # Videos of things that stay still have their own row.
+    rows = [row for motion in shares if motion != STILL or len(shares) == 1 for row in shares[motion]]
     return {"all": _summarize(rows), **{motion: _summarize(rows) for motion, rows in shares.items()}, "missed": missed}
 
 
@@ -143,5 +148,27 @@ def evaluate_model(
 
     things = load_things()
     scenes = choose_scenes(things, motions, count, names, frames)
+    run, start = _describe_run(), time.monotonic()
     figures = judge_scenes(things, scenes, generate, save, workers, seeds)
-    return {"device": str(pipe.device), "dtype": str(pipe.dtype).removeprefix("torch."), **call, **figures}
+    return {
+        **run,
+        "device": str(pipe.device),
+        "machine": machine_name(pipe.device),
+        "dtype": str(pipe.dtype).removeprefix("torch."),
+        **call,
+        "things_per_motion": count,
+        "seeds": seeds,
+        **figures,
+        "seconds": round(time.monotonic() - start, 1),
+    }
+
+
+def _describe_run() -> dict[str, Any]:
+    """Return the fields that every result file has; the commit is None if git is not available."""
+    from benchmarks.provenance import describe_run, read_commit
+
+    try:
+        commit = read_commit()
+    except (OSError, subprocess.CalledProcessError):
+        return {**describe_run(""), "commit": None}
+    return describe_run(commit)

@@ -17,19 +17,16 @@ _THINGS = Path(__file__).parent / "things.json"
 _FUNCTION_WORDS = """
 a an the and with on in of to at next beside left right background white gray two three some several few one single
 small tiny little large big huge cute beautiful nice pretty lovely simple colorful happy cool
-draw me please show paint make create i want generate give can you there is picture emoji drawing icon photo image
+draw me please show paint make create i want generate give can you there is that picture emoji drawing icon photo image
+video animation
 """
 _PLURAL_ENDINGS = (("ies", "y"), ("ves", "f"), ("es", ""), ("s", ""))
 
 
-def find_unknown_words(prompt: str, video: bool = False) -> list[str]:
-    """Return the words in a prompt that are not in the embedded model's vocabulary, in prompt order.
-
-    `video` adds the words for motions, which only the motion module knows.
-    """
+def find_unknown_words(prompt: str) -> list[str]:
+    """Return the words in a prompt that are not in the embedded model's vocabulary, in prompt order."""
     words = re.findall(r"[^\W_][\w'’-]*", prompt.lower())
-    motion_words = _motion_words() if video else frozenset()
-    return [word for word in dict.fromkeys(words) if word not in motion_words and not _is_known(word)]
+    return [word for word in dict.fromkeys(words) if not _is_known(word)]
 
 
 def _is_known(word: str) -> bool:
@@ -43,14 +40,13 @@ def _is_known(word: str) -> bool:
 
 
 @functools.cache
-def _motion_words() -> frozenset[str]:
-    wordings = " ".join(words for wordings in MOTIONS.values() for words in wordings)
-    return frozenset([*wordings.split(), "that", "video", "animation"])
-
-
-@functools.cache
 def _vocabulary() -> frozenset[str]:
     things = json.loads(_THINGS.read_text(encoding="utf-8"))["things"]
     names = " ".join(name for thing in things for name in thing["names"])
-    irregular_plurals = {"men", "women", "children", "people", "mice", "geese", "teeth", "feet", "oxen", "knives"}
-    return frozenset([*names.split(), *" ".join(BACKGROUNDS).split(), *_FUNCTION_WORDS.split(), *irregular_plurals])
+    # Images show no motion, but the captions of their training data have the words, too.
+    motions = " ".join(wording for wordings in MOTIONS.values() for wording in wordings)
+    irregular_plurals = frozenset(
+        ("men", "women", "children", "people", "mice", "geese", "teeth", "feet", "oxen", "knives")
+    )
+    texts = (names, motions, " ".join(BACKGROUNDS), _FUNCTION_WORDS)
+    return irregular_plurals | {word for text in texts for word in text.split()}

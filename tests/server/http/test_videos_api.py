@@ -21,6 +21,7 @@ from anyaccel.media.decode import decode_audio, decode_video, read_document
 from anyaccel.media.encode import encode
 from anyaccel.recipes import recipes
 from tests.conftest import NEEDS_RECIPES
+from tests.generation.models import save_motion_module
 from tests.server.live import Live
 
 pytestmark = [
@@ -45,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def videos(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    models = [f"{name}={folder / name}" for name in MODELS]
+    models = [*(f"{name}={folder / name}" for name in MODELS), f"emoji={save_motion_module()}"]
     limits = [f"--limit={text}" for text in ("max_steps=2000", "max_frames=33", "max_video_pixels=40000")]
     live = Live(
         tmp_path_factory.mktemp("data"), *models, "--device", "cpu", "--dtype", "float32", "--sizes", "32x32",
@@ -162,6 +163,23 @@ def test_a_video_starts_from_an_image(videos: Live, model: str) -> None:
     remix = client.videos.remix(video.id, prompt="rain")
     assert client.videos.poll(remix.id, poll_interval_ms=200).status == "completed"
     assert client.videos.download_content(remix.id).content == contents[0], "the image is kept for a remix"
+
+
+def test_the_duration_sets_the_frame_rate_of_the_embedded_model(videos: Live) -> None:
+    client: Any = videos.openai()
+    call = {"prompt": "a cat growing", "model": "emoji", "size": "32x32"}
+    extra = {"num_inference_steps": 1, "seed": 3}
+    video = client.videos.create_and_poll(seconds="4", poll_interval_ms=200, extra_body=extra, **call)
+    assert video.status == "completed", video.error
+    assert (video.seconds, video.num_frames, video.fps) == ("4", 16, 4)
+    decoded = read_video(client.videos.download_content(video.id).content)
+    assert (len(decoded), decoded.fps) == (16, 4)
+    remix = client.videos.remix(video.id, prompt="a cat shrinking")
+    done = client.videos.poll(remix.id, poll_interval_ms=200)
+    assert (done.status, done.num_frames, done.fps) == ("completed", 16, 4)
+    for arguments in ({"num_frames": 8}, {"num_frames": 16, "fps": 10, "seconds": "2"}, {"seconds": "1", "fps": 8}):
+        with pytest.raises(openai.BadRequestError, match=r"16 frames, not 8|either seconds or num_frames"):
+            client.videos.create(extra_body={**extra, **arguments}, **call)
 
 
 def test_audio_with_the_speech_endpoint_and_as_a_job(videos: Live) -> None:

@@ -19,7 +19,6 @@ def find_notes(loaded: LoadedModel, call: Mapping[str, Any], prompts: Sequence[s
     """Yield notes about a slow dtype, an unsuitable image size or unknown words in a prompt."""
     from anyaccel.backends.cpu_half_precision_speed import SLOWDOWN_LIMIT, measure_half_precision
     from anyaccel.backends.device_type_checks import is_host
-    from anyaccel.embedded.motion import FRAMES, has_motion_module
     from anyaccel.embedded.vocabulary import find_unknown_words
 
     plan, dtype = loaded.pipe.plan, loaded.pipe.plan.dtype.value
@@ -33,18 +32,8 @@ def find_notes(loaded: LoadedModel, call: Mapping[str, Any], prompts: Sequence[s
         yield f"the embedded model supports only {_EMBEDDED_SIDE}x{_EMBEDDED_SIDE} pixels; other sizes look distorted"
     if loaded.model.kind != "embedded":
         return
-    text, with_motion = " ".join(prompts), loaded.model.with_motion
-    unknown = find_unknown_words(text, video=with_motion)
-    # The image model does not know words for motions, but a user who writes them may want a video.
-    offers_video = has_motion_module() and not with_motion
-    motions = [word for word in unknown if word not in find_unknown_words(text, video=True)] if offers_video else []
-    if motions:
-        yield f"the image model does not know words for motions ({_list(motions)}); add --frames {FRAMES} for a video"
-    others = [word for word in unknown if word not in motions]
-    if others:
-        supported = "names of emoji and motions" if with_motion else "names of emoji"
-        yield f"the embedded model does not know these words: {_list(others)}; it supports only {supported}"
-
-
-def _list(words: Sequence[str]) -> str:
-    return ", ".join(words[:_MAX_WORDS]) + (", …" if len(words) > _MAX_WORDS else "")
+    unknown = find_unknown_words(" ".join(prompts))
+    if unknown:
+        supported = "names of emoji and words for motions" if loaded.model.with_motion else "names of emoji"
+        listed = ", ".join(unknown[:_MAX_WORDS]) + (", …" if len(unknown) > _MAX_WORDS else "")
+        yield f"the embedded model does not know these words: {listed}; it supports only {supported}"

@@ -15,6 +15,8 @@ from anyaccel.cli.generate.options import Options
 from anyaccel.cli.interrupts import INTERRUPTED, Interruption
 from anyaccel.cli.progress import Display, shorten_start
 from anyaccel.cli.terminal_media import show_media
+from anyaccel.embedded.model import NAME
+from anyaccel.embedded.motion import FRAMES
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.processes.gc_control import gc_paused
 from anyaccel.progress import ProgressListener
@@ -143,7 +145,7 @@ class GenerateRun(ProgressListener):
         from anyaccel.generation.media_format import check_output
         from anyaccel.generation.model_loading import open_requested_device
         from anyaccel.generation.request_check import check_request
-        from anyaccel.media.formats import default_suffix
+        from anyaccel.media.formats import default_suffix, find_format
 
         task = replace(task, request=open_requested_device(task.request))
         interface = check_request(task.request)
@@ -156,6 +158,11 @@ class GenerateRun(ProgressListener):
             check_output(interface, default_suffix(self.kind), task.request.call, None, self.total)
         else:
             suffix = self.destination.choose_suffix(self.kind)
+            if task.request.model.name == NAME and find_format(suffix).kinds == {"video"}:
+                raise UsageError(
+                    f"{suffix} is a format for videos, and the prompt requests an image",
+                    hint=f"add --frames {FRAMES} for a video, or use a file name that ends with .png",
+                )
             check_output(interface, suffix, task.request.call, self.destination.folder, self.total)
         return task
 
