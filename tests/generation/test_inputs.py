@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from anyaccel.errors import UsageError
+from anyaccel.generation.call_validation import map_call
 from anyaccel.generation.generate import generate
+from anyaccel.generation.inputs import InputMedia
 from anyaccel.generation.media_format import read_metadata
+from anyaccel.generation.pipeline_interface import read_interface
 from anyaccel.media.types import Audio, Video
 from anyaccel.recipes import recipes
 from tests.conftest import NEEDS_RECIPES
@@ -129,6 +132,23 @@ def test_audio_input_of_a_text_to_audio_model() -> None:
     expected = call_pipe(pipe, audio=audio, duration=2.0, **call).audios[0].numpy()
     assert numpy.array_equal(result.audios[0].samples, expected)
     assert result.metadata[0].pipeline == "StableAudio3AudioToAudioPipeline"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "pipeline"), [("stable-audio", "StableAudioPipeline"), ("ace-step", "AceStepPipeline")]
+)
+def test_audio_is_converted_to_the_rate_of_the_model(recipe: str, pipeline: str) -> None:
+    model = save_model(recipe)
+    pipe = getattr(LIBRARY, pipeline).from_pretrained(model)
+    rate = pipe.vae.config.sampling_rate
+    time = numpy.arange(20 * rate) / rate
+    tone = numpy.stack([numpy.sin(2 * numpy.pi * time)] * 2).astype(numpy.float32)
+    call = {"audio": InputMedia(kind="audio", media=Audio(tone[:, ::2].copy(), rate // 2))}
+    arguments = map_call(read_interface(pipe), call, prompt=True)
+    converted = next(value for name, value in arguments.items() if isinstance(value, torch.Tensor))
+    assert converted.shape[-2:] == tone.shape
+    assert abs(converted.numpy().reshape(tone.shape) - tone)[:, 4 * rate : -4 * rate].max() < 0.02
+    assert arguments.get("initial_audio_sampling_rate", rate) == rate
 
 
 def test_pipeline_without_a_prompt() -> None:

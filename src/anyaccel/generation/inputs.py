@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import UsageError
@@ -83,11 +83,16 @@ def find_parameter(name: str, parameters: Collection[str], components: Collectio
 
 
 def assign_inputs(
-    pipeline: str, parameters: Collection[str], components: Collection[str], call: Mapping[str, Any]
+    pipeline: str,
+    parameters: Collection[str],
+    components: Collection[str],
+    call: Mapping[str, Any],
+    sampling_rate: int | None = None,
 ) -> dict[str, Any]:
     """Return the call with each input under the pipeline's parameter for it, as the object that diffusers expects.
 
-    Raise UsageError if the pipeline does not take an input, or fewer of them.
+    Audio is converted to `sampling_rate`; None leaves it unchanged. Raise UsageError if the pipeline does not take an
+    input, or fewer of them.
     """
     arguments: dict[str, Any] = {}
     for name, value in call.items():
@@ -98,6 +103,8 @@ def assign_inputs(
         parameter = find_parameter(name, parameters, components)
         if parameter is None:
             raise UsageError(f"{pipeline} does not take {_describe(name)}", hint=_suggest(name, parameters))
+        if sampling_rate is not None:
+            inputs = [_resample(item, sampling_rate) for item in inputs]
         arguments.update(_assign(pipeline, name, parameter, parameters, inputs))
     return arguments
 
@@ -136,6 +143,13 @@ def _assign(
     raise UsageError(
         f"{pipeline} takes one {inputs[0].kind} as {parameter}, not {len(values)}", hint=f"pass {option} once"
     )
+
+
+def _resample(item: InputMedia, sampling_rate: int) -> InputMedia:
+    from anyaccel.media.resampling import resample
+    from anyaccel.media.types import Audio
+
+    return replace(item, media=resample(item.media, sampling_rate)) if isinstance(item.media, Audio) else item
 
 
 def _convert(item: InputMedia, parameter: str) -> Any:
