@@ -1,6 +1,10 @@
 """Tests are skipped if a tool is missing, and the demo installs only the package."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -26,4 +30,25 @@ def test_the_demo_installs_only_the_package() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert re.search(r"^demo: \$\(READY\) ", makefile, re.MULTILINE)
     recipe = makefile.split("\n$(READY): ", 1)[1].split("\n\n", 1)[0]
-    assert re.findall(r"\$\(INSTALL\) (.*)", recipe) == ["--editable ."]
+    assert re.findall(r"\$\(call install,(.*)\)", recipe) == ["--editable ."]
+
+
+def make_environment(folder: Path, install: str) -> "subprocess.CompletedProcess[str]":
+    """Run the target of `make demo` that fills the environment, with another command instead of pip."""
+    variables = {"VENV": folder, "BIN": Path(sys.executable).parent, "INSTALL": install, "PROGRESS_S": 1}
+    command = ["make", f"{folder}/.ready", *(f"{name}={value}" for name, value in variables.items())]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_installation_shows_its_progress(tmp_path: Path) -> None:
+    done = make_environment(tmp_path, "sh -c 'sleep 2' --")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^  1 s, \d+ MB in ", done.stdout, re.MULTILINE)
+    assert (tmp_path / ".ready").exists()
+
+
+def test_a_failed_installation_is_repeated_by_the_next_run(tmp_path: Path) -> None:
+    done = make_environment(tmp_path, "sh -c 'exit 7' --")
+    assert done.returncode != 0
+    assert not (tmp_path / ".ready").exists()
