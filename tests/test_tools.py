@@ -26,6 +26,18 @@ def test_a_test_without_its_tool_fails_in_ci(monkeypatch: pytest.MonkeyPatch) ->
         require_tool("browser")
 
 
+def test_browsers_are_opened_by_fixtures_whose_tests_are_skipped() -> None:
+    """`conftest.py` skips the tests with a fixture named `browser`."""
+    texts = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)}
+    users = {path: text for path, text in texts.items() if "open_browser()" in text}
+    assert users
+    for path, text in users.items():
+        fixtures = re.findall(
+            r"^@pytest.fixture.*\ndef browser\(\).*\n    with open_browser\(\) as", text, re.MULTILINE
+        )
+        assert len(fixtures) == text.count("open_browser()"), path
+
+
 def test_the_demo_installs_only_the_package() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert re.search(r"^demo: \$\(READY\) ", makefile, re.MULTILINE)
