@@ -47,8 +47,9 @@ INPUT_OPTIONS = {
 }  # fmt: skip
 """Command-line option of each input."""
 
-# Parameters that always get a list.
+# Parameters and pipelines that always get a list.
 _LISTS = ("images", "reference_images", "input_images")
+_ALWAYS_LISTED = ("GlmImagePipeline",)
 # Parameter with the sampling rate of an audio input.
 _RATES = {"initial_audio_waveforms": "initial_audio_sampling_rate"}
 
@@ -131,7 +132,8 @@ def _assign(
         return {parameter: values[0] if isinstance(values[0], list) else values}
     many = parameter in _LISTS or (parameter == "image" and takes_reference_images(pipeline))
     if many or name in ("control_image", "ip_adapter_image"):
-        return {parameter: values if len(values) > 1 or parameter in _LISTS else values[0]}
+        as_list = len(values) > 1 or parameter in _LISTS or (parameter == "image" and pipeline in _ALWAYS_LISTED)
+        return {parameter: values if as_list else values[0]}
     if len(values) == 1:
         rate = _RATES.get(parameter)
         media = inputs[0].media
@@ -139,10 +141,10 @@ def _assign(
         return {parameter: values[0], **({str(rate): media.rate} if has_rate else {})}
     if len(values) == 2 and name == "image" and "last_image" in parameters:
         return {parameter: values[0], "last_image": values[1]}
-    option = INPUT_OPTIONS.get(name, name)
-    raise UsageError(
-        f"{pipeline} takes one {inputs[0].kind} as {parameter}, not {len(values)}", hint=f"pass {option} once"
-    )
+    hint = f"pass {INPUT_OPTIONS.get(name, name)} once"
+    if name == "image":
+        hint += ", or use a model that takes several images, such as FLUX.2 or Qwen-Image-Edit-2509"
+    raise UsageError(f"{pipeline} takes one {inputs[0].kind} as {parameter}, not {len(values)}", hint=hint)
 
 
 def _resample(item: InputMedia, sampling_rate: int) -> InputMedia:
