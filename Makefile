@@ -88,22 +88,27 @@ clean: ## Remove the environment and all build output
 # constraints.txt pins the versions that the tests ran with. uv is not used, because it does not read pip's configuration.
 # --no-compile saves a third of the time: pip would compile 11,000 files, and generating an image imports 2,600.
 INSTALL := $(BIN)/python -m pip install -qq --no-compile --constraint constraints.txt
+# Installs packages and shows every few seconds how far it is; pip shows only downloads, and unpacking torch takes longer.
+PROGRESS_S := 10
+comma := ,
+install = $(INSTALL) $(1) & pip=$$!; s=0; while kill -0 $$pip 2>/dev/null; do sleep 1; s=$$((s + 1)); \
+  [ $$((s % $(PROGRESS_S))) -ne 0 ] || echo "  $$s s, $$(du -sm $(VENV) | cut -f 1) MB in $(VENV)"; done; wait $$pip
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "anyaccel needs Python 3.10 or newer, and this is " + sys.version.split()[0] + "\nhint: make PYTHON=python3.12")'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "Creating $(VENV)"; rm -rf $(VENV); $(PYTHON) -m venv $(VENV); } || { rm -rf $(VENV); \
 	  echo "hint: on Debian and Ubuntu, apt install python3-venv" >&2; exit 1; }
 	@echo "Installing the package (about a minute)"
-	@$(INSTALL) --editable .
+	@$(call install,--editable .)
 	@touch $@
 
 # The package is installed already: only what an extra adds is.
 $(READY_TEST): $(READY)
 	@echo "Installing what the tests need (about a minute)"
-	@$(INSTALL) 'anyaccel[test-suite]'
+	@$(call install,'anyaccel[test-suite]')
 	@touch $@
 
 $(READY_CHECK): $(READY_TEST)
 	@echo "Installing what the checks need (about half a minute)"
-	@$(INSTALL) 'anyaccel[check,docs]'
+	@$(call install,'anyaccel[check$(comma)docs]')
 	@touch $@

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from anyaccel.errors import UsageError
+from anyaccel.generation.call_validation import map_call
 from anyaccel.generation.generate import generate
+from anyaccel.generation.inputs import InputMedia, assign_inputs
 from anyaccel.generation.media_format import read_metadata
+from anyaccel.generation.pipeline_interface import read_interface
 from anyaccel.media.types import Audio, Video
 from anyaccel.recipes import recipes
 from tests.conftest import NEEDS_RECIPES
@@ -74,6 +77,33 @@ def test_several_images_of_an_edit_pipeline(image: Path, tmp_path: Path) -> None
         generate("a red fox", save_model(SD), image=[image, second], **CPU)
 
 
+def test_several_images_of_a_model_without_an_edit_pipeline_of_its_own(image: Path, tmp_path: Path) -> None:
+    """One class of Qwen-Image 2.1 generates and edits."""
+    model, second = save_model("qwen-image-2-1"), tmp_path / "second.png"
+    make_image(0, 64).save(image)
+    make_image(1, 64).save(second)
+    call: dict[str, Any] = {"true_cfg_scale": 2.0, "negative_prompt": "blue", "output_resolution": 64}
+    result = generate("a red fox", model, image=[image, second], **CPU, **call)
+    expected = call_stock(model, image=[make_image(0, 64), make_image(1, 64)], **call).images[0]
+    assert numpy.array_equal(pixels(result[0]), pixels(expected))
+    one = call_stock(model, image=make_image(0, 64), **call).images[0]
+    assert not numpy.array_equal(pixels(result[0]), pixels(one))
+
+
+def test_the_images_that_a_pipeline_gets() -> None:
+    def assign(pipeline: str, count: int) -> Any:
+        images = [InputMedia(kind="image", media=make_image(seed)) for seed in range(count)]
+        return assign_inputs(pipeline, ("prompt", "image"), (), {"image": images})["image"]
+
+    assert len(assign("ZImageOmniPipeline", 3)) == 3
+    assert not isinstance(assign("QwenImageEditPlusPipeline", 1), list)
+    assert isinstance(assign("GlmImagePipeline", 1), list), "it fails with a single image"
+    for pipeline in ("FluxKontextPipeline", "QwenImageEditPipeline", "LTXConditionPipeline"):
+        with pytest.raises(UsageError, match="takes one image as image, not 2") as caught:
+            assign(pipeline, 2)  # diffusers raises a shape error, or ignores the second image
+        assert "takes several images, such as" in caught.value.hint
+
+
 def test_image_to_video(image: Path) -> None:
     model = save_model("wan-image-to-video")
     call: dict[str, Any] = {**WAN, **read_embeds("wan-image-to-video")}
@@ -129,6 +159,23 @@ def test_audio_input_of_a_text_to_audio_model() -> None:
     expected = call_pipe(pipe, audio=audio, duration=2.0, **call).audios[0].numpy()
     assert numpy.array_equal(result.audios[0].samples, expected)
     assert result.metadata[0].pipeline == "StableAudio3AudioToAudioPipeline"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "pipeline"), [("stable-audio", "StableAudioPipeline"), ("ace-step", "AceStepPipeline")]
+)
+def test_audio_is_converted_to_the_rate_of_the_model(recipe: str, pipeline: str) -> None:
+    model = save_model(recipe)
+    pipe = getattr(LIBRARY, pipeline).from_pretrained(model)
+    rate = pipe.vae.config.sampling_rate
+    time = numpy.arange(20 * rate) / rate
+    tone = numpy.stack([numpy.sin(2 * numpy.pi * time)] * 2).astype(numpy.float32)
+    call = {"audio": InputMedia(kind="audio", media=Audio(tone[:, ::2].copy(), rate // 2))}
+    arguments = map_call(read_interface(pipe), call, prompt=True)
+    converted = next(value for name, value in arguments.items() if isinstance(value, torch.Tensor))
+    assert converted.shape[-2:] == tone.shape
+    assert abs(converted.numpy().reshape(tone.shape) - tone)[:, 4 * rate : -4 * rate].max() < 0.02
+    assert arguments.get("initial_audio_sampling_rate", rate) == rate
 
 
 def test_pipeline_without_a_prompt() -> None:

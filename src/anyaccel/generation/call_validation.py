@@ -10,6 +10,7 @@ from PIL import Image
 from anyaccel.call_limits import SIDES, check_multiple
 from anyaccel.errors import UsageError, nearest
 from anyaccel.generation.inputs import INPUT_OPTIONS, assign_inputs
+from anyaccel.generation.outputs import read_sampling_rate
 from anyaccel.generation.pipeline_interface import PipelineInterface, read_interface
 from anyaccel.runtime.call_parameters import list_block_outputs, read_blocks, read_call_parameters
 from anyaccel.runtime.durations import assign_durations
@@ -53,7 +54,8 @@ def map_call(interface: PipelineInterface, call: Mapping[str, Any], *, prompt: b
     """
     pipe = interface.pipe if interface.is_loaded else None
     arguments = assign_durations(interface.name, interface.parameters, call, pipe)
-    arguments = assign_inputs(interface.name, interface.parameters, interface.components, arguments)
+    rate = None if pipe is None else read_sampling_rate(pipe)
+    arguments = assign_inputs(interface.name, interface.parameters, interface.components, arguments, rate)
     known = interface.arguments
     for name in arguments:
         if name not in known:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import UsageError
@@ -47,8 +47,9 @@ INPUT_OPTIONS = {
 }  # fmt: skip
 """Command-line option of each input."""
 
-# Parameters that always get a list.
+# Parameters and pipelines that always get a list.
 _LISTS = ("images", "reference_images", "input_images")
+_ALWAYS_LISTED = ("GlmImagePipeline",)
 # Parameter with the sampling rate of an audio input.
 _RATES = {"initial_audio_waveforms": "initial_audio_sampling_rate"}
 
@@ -83,11 +84,16 @@ def find_parameter(name: str, parameters: Collection[str], components: Collectio
 
 
 def assign_inputs(
-    pipeline: str, parameters: Collection[str], components: Collection[str], call: Mapping[str, Any]
+    pipeline: str,
+    parameters: Collection[str],
+    components: Collection[str],
+    call: Mapping[str, Any],
+    sampling_rate: int | None = None,
 ) -> dict[str, Any]:
     """Return the call with each input under the pipeline's parameter for it, as the object that diffusers expects.
 
-    Raise UsageError if the pipeline does not take an input, or fewer of them.
+    Audio is converted to `sampling_rate`; None leaves it unchanged. Raise UsageError if the pipeline does not take an
+    input, or fewer of them.
     """
     arguments: dict[str, Any] = {}
     for name, value in call.items():
@@ -98,6 +104,8 @@ def assign_inputs(
         parameter = find_parameter(name, parameters, components)
         if parameter is None:
             raise UsageError(f"{pipeline} does not take {_describe(name)}", hint=_suggest(name, parameters))
+        if sampling_rate is not None:
+            inputs = [_resample(item, sampling_rate) for item in inputs]
         arguments.update(_assign(pipeline, name, parameter, parameters, inputs))
     return arguments
 
@@ -124,7 +132,8 @@ def _assign(
         return {parameter: values[0] if isinstance(values[0], list) else values}
     many = parameter in _LISTS or (parameter == "image" and takes_reference_images(pipeline))
     if many or name in ("control_image", "ip_adapter_image"):
-        return {parameter: values if len(values) > 1 or parameter in _LISTS else values[0]}
+        as_list = len(values) > 1 or parameter in _LISTS or (parameter == "image" and pipeline in _ALWAYS_LISTED)
+        return {parameter: values if as_list else values[0]}
     if len(values) == 1:
         rate = _RATES.get(parameter)
         media = inputs[0].media
@@ -132,10 +141,17 @@ def _assign(
         return {parameter: values[0], **({str(rate): media.rate} if has_rate else {})}
     if len(values) == 2 and name == "image" and "last_image" in parameters:
         return {parameter: values[0], "last_image": values[1]}
-    option = INPUT_OPTIONS.get(name, name)
-    raise UsageError(
-        f"{pipeline} takes one {inputs[0].kind} as {parameter}, not {len(values)}", hint=f"pass {option} once"
-    )
+    hint = f"pass {INPUT_OPTIONS.get(name, name)} once"
+    if name == "image":
+        hint += ", or use a model that takes several images, such as FLUX.2 or Qwen-Image-Edit-2509"
+    raise UsageError(f"{pipeline} takes one {inputs[0].kind} as {parameter}, not {len(values)}", hint=hint)
+
+
+def _resample(item: InputMedia, sampling_rate: int) -> InputMedia:
+    from anyaccel.media.resampling import resample
+    from anyaccel.media.types import Audio
+
+    return replace(item, media=resample(item.media, sampling_rate)) if isinstance(item.media, Audio) else item
 
 
 def _convert(item: InputMedia, parameter: str) -> Any:

@@ -15,7 +15,7 @@ from anyaccel.runtime.call_parameters import read_blocks
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["collect_media", "find_sampling_rate", "select_outputs"]
+__all__ = ["collect_media", "find_sampling_rate", "read_sampling_rate", "select_outputs"]
 
 _USE_PYTHON = (
     "in Python, load it with anyaccel.DiffusionPipeline.from_pretrained(model), then call pipe.to(device) and pipe(…)"
@@ -144,6 +144,16 @@ def _split_audio(interface: PipelineInterface, value: Any, rate: Any, count: int
 
 def find_sampling_rate(pipe: Any) -> int:
     """Return the sampling rate in the config of the model that produces the waveform."""
+    rate = read_sampling_rate(pipe)
+    if rate is None:
+        raise UsageError(
+            f"the sampling rate of {type(pipe).__name__} is not in the config of its models", hint=_USE_PYTHON
+        )
+    return rate
+
+
+def read_sampling_rate(pipe: Any) -> int | None:
+    """Return the sampling rate in the config of the model that produces the waveform, or None if there is none."""
     components: Mapping[str, Any] = getattr(pipe, "components", {})
     ordered = [name for name in _AUDIO_COMPONENTS if name in components]
     for name in [*ordered, *(name for name in components if name not in ordered)]:
@@ -152,4 +162,4 @@ def find_sampling_rate(pipe: Any) -> int:
             rate = getattr(config, key, None)
             if isinstance(rate, int | float) and rate > 0:
                 return int(rate)
-    raise UsageError(f"the sampling rate of {type(pipe).__name__} is not in the config of its models", hint=_USE_PYTHON)
+    return None

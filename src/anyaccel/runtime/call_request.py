@@ -28,8 +28,8 @@ _PER_PROMPT = (
 _COUNTED = ("prompt", "prompt_embeds", "class_labels", "image_embeds", "image_embeddings")
 # Pipelines in which a list of images has references for every prompt (diffusers 0.42).
 _REFERENCE_IMAGES = {
-    "Flux2Pipeline", "Flux2KleinPipeline", "Flux2KleinKVPipeline", "QwenImageEditPlusPipeline", "BriaFiboEditPipeline",
-    "OmniGenPipeline",
+    "Flux2Pipeline", "Flux2KleinPipeline", "Flux2KleinKVPipeline", "QwenImageEditPlusPipeline", "QwenImage21Pipeline",
+    "BriaFiboEditPipeline", "BriaFibo2Pipeline", "GlmImagePipeline", "OmniGenPipeline", "ZImageOmniPipeline",
 }  # fmt: skip
 _IMAGE_LISTS = frozenset(("image", "control_image", "input_images"))
 # Pipelines in which a list of prompts describes the parts of one video (diffusers 0.42).

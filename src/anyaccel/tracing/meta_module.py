@@ -58,7 +58,7 @@ def to_meta_module(model: torch.nn.Module, name: str, runner: MetaRunner) -> tor
         set_override(submodule, Slot.RECORDING, functools.partial(_run_model, name, child, runner, active_calls))
     for method in _BLENDS:
         if callable(getattr(model, method, None)):
-            vars(model)[method] = _blend_one_row(getattr(model, method))
+            vars(model)[method] = _blend_once(getattr(model, method), f"{name}.{method}", runner)
     for child, submodule in _find_children(model, _TILED_MODULES).items():
         set_override(submodule, Slot.RECORDING, functools.partial(runner.run_submodule, f"{name}.{child}"))
     # Only one block of each kind is traced; the others reuse its result.
@@ -85,15 +85,20 @@ def _find_repeated(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
     return {name: blocks for name, blocks in groups.items() if len(blocks) > 2}
 
 
-def _blend_one_row(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a VAE's method for blending tiles so that it blends only one row.
+def _blend_once(call: Callable[..., Any], name: str, runner: MetaRunner) -> Callable[..., Any]:
+    """Wrap a VAE's method that blends two tiles so that it blends one row, once per layout of the tiles.
 
-    Every row needs the same memory, and a large image has tens of thousands of rows.
+    Every row needs the same memory, and a large image has tens of thousands of rows. The method changes `b` and
+    returns it.
     """
 
+    def blend_row(a: torch.Tensor, b: torch.Tensor, blend_extent: int) -> None:
+        call(a, b, min(blend_extent, 1))
+
     @functools.wraps(call)
-    def blend(a: torch.Tensor, b: torch.Tensor, blend_extent: int) -> Any:
-        return call(a, b, min(blend_extent, 1))
+    def blend(a: torch.Tensor, b: torch.Tensor, blend_extent: int) -> torch.Tensor:
+        runner.run_submodule(name, blend_row, (a, b, blend_extent), {})
+        return b
 
     return blend
 

@@ -1,9 +1,7 @@
 """`anyaccel generate` for videos and audio: errors before the model is loaded, progress, previews and JSON."""
 
 import json
-import shutil
 import sys
-from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,10 @@ from anyaccel.media.decode import decode_audio, decode_video
 from tests.cli.terminal import run_on_terminal
 from tests.conftest import NEEDS_RECIPES
 from tests.generation.models import SIZE, make_image, save_model
+from tests.small_disk import fill, mount_small_disk
 
 pytestmark = [NEEDS_RECIPES, pytest.mark.filterwarnings("ignore::FutureWarning")]
 Run = Callable[..., tuple[int, str, str]]
-Usage = namedtuple("Usage", "total used free")
 CPU = ("--device", "cpu", "--dtype", "float32", "--seed", "7", "--steps", "2")
 WAN = ("--size", str(SIZE), "--frames", "5", "--set", "max_sequence_length=32", *CPU)
 
@@ -108,13 +106,26 @@ def test_errors_before_the_model_is_loaded(
     assert "on cpu:0" not in err, "the model was loaded"
 
 
-def test_full_disk_is_noticed_before_the_model_is_loaded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_noticed_before_the_model_is_loaded(run: Run, tmp_path: Path) -> None:
     release_model()
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 10**9 - 1000, 1000))
-    status, out, err = run("x", "--model", save_model("wan"), *WAN, "-o", "a.webp")
-    assert (status, out) == (2, ""), err
-    assert "free space" in err
-    assert "on cpu:0" not in err
+    with mount_small_disk(tmp_path / "disk", 2**20) as disk:
+        arguments = ("a red fox", "--model", save_model("wan"), *WAN, "-o", "disk/a.webp")
+        status, out, err = run(*arguments, "--frames", "9997")
+        assert (status, out) == (2, ""), err
+        assert "of free space" in err
+        assert "on cpu:0" not in err
+        assert list(disk.iterdir()) == []
+        status, _, err = run(*arguments)  # 5 frames
+        assert status == 0, err
+
+
+def test_disk_that_fills_up_while_a_video_is_encoded(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with mount_small_disk(tmp_path / "disk", 2**20) as disk:
+        monkeypatch.setattr(GenerateRun, "on_frame", lambda run, done, total: fill(disk, 0))
+        status, out, err = run("a red fox", "--model", save_model("wan"), *WAN, "-o", "disk/a.webp")
+        assert (status, out) == (3, ""), err
+        assert "No space left on device" in err
+        assert [path.name for path in disk.iterdir()] == ["filler"]
 
 
 def test_terminal_shows_steps_frames_and_a_preview(tmp_path: Path, run: Run) -> None:

@@ -14,10 +14,13 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from selenium.webdriver import Chrome
 
 from anyaccel.recipes import recipes
+from tests.browser import open_browser, read_errors
 from tests.conftest import NEEDS_RECIPES
 from tests.server.live import Live
+from tests.server.page import Page
 
 pytestmark = [NEEDS_RECIPES, pytest.mark.long]
 
@@ -88,6 +91,35 @@ def test_a_lora_is_added_used_and_removed(service: Live, loras: Path) -> None:
         assert http.delete("/v1/loras/ink.v1").status_code == 404
         assert http.get("/v1/loras").json()["data"] == []
         assert (loras / "ink.v1.safetensors").exists()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chrome]:
+    with open_browser() as chrome:
+        yield chrome
+
+
+def test_the_page_offers_loras_without_a_reload(service: Live, browser: Chrome) -> None:
+    page = Page(browser, service)
+    page.load()
+    page.wait_for("document.getElementById('model').options.length")
+    page.run("for (const id of ['settings', 'more']) document.getElementById(id).open = true")
+    page.run("document.getElementById('prompt').value = 'a fox'")
+    assert not page.find("#lora-field").is_displayed()
+    with service.http() as http:
+        http.post("/v1/loras", json={"name": "ink.v1"})
+        page.wait_for("document.querySelector('#lora option[value=\"ink.v1\"]')")
+        page.select("lora", "ink.v1")
+        assert page.find("#lora-scale-field").is_displayed()
+        http.post("/v1/loras", json={"name": "other-model"})
+        page.wait_for("document.getElementById('lora').options.length === 3")
+        assert page.run("return document.getElementById('lora').value") == "ink.v1", "the selection is kept"
+        assert page.run("return document.getElementById('prompt').value") == "a fox"
+        for name in ("ink.v1", "other-model"):
+            http.delete(f"/v1/loras/{name}")
+        page.wait_for("document.getElementById('lora-field').hidden")
+    assert not page.find("#lora-scale-field").is_displayed()
+    assert read_errors(browser) == []
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ async def show_status(service: ServiceOf) -> dict[str, Any]:
     """Return the service's state, job counts, models and limits, which the web page displays."""
     dispatcher = service.dispatcher
     models = [
-        {"name": facts.name, "device": facts.device, "virtual": facts.virtual, "plan": facts.plan}
-        for facts in dispatcher.models.values()
+        {"name": name, "device": facts.device, "virtual": facts.virtual, "plan": facts.plan, "loras": list(facts.loras)}
+        for name, facts in service.models.items()
     ]
     return {
         "version": anyaccel.__version__,

@@ -30,9 +30,21 @@ export function showModel() {
   const levels = model.speeds.length > 1 ? model.speeds : [];
   $("quality").replaceChildren(...levels.map((speed) => h("option", { value: QUALITIES[speed][0] }, QUALITIES[speed][1])));
   $("quality-field").hidden = !levels.length;
-  $("lora").replaceChildren(h("option", { value: "" }, "none"), ...model.loras.map((name) => h("option", { value: name }, name)));
-  $("lora-field").hidden = !model.loras.length;
+  showLoras();
   showTask();
+}
+
+// Offer the LoRAs of the selected model, and keep the selected one.
+export function showLoras() {
+  const { loras } = currentModel(), selected = $("lora").value;
+  $("lora").replaceChildren(h("option", { value: "" }, "none"), ...loras.map((name) => h("option", { value: name }, name)));
+  if (loras.includes(selected)) $("lora").value = selected;
+  $("lora-field").hidden = !loras.length;
+  showLoraScale();
+}
+
+function showLoraScale() {
+  $("lora-scale-field").hidden = $("lora-field").hidden || !$("lora").value;
 }
 
 // Show the options of the task, which depends on the inputs.
@@ -48,7 +60,7 @@ export function showTask() {
     if ($(id).value === "" || $(id).value === $(id).dataset.default) $(id).value = text;
     $(id).dataset.default = text;
   }
-  $("lora-scale-field").hidden = $("lora-field").hidden || !$("lora").value;
+  showLoraScale();
   showArguments(model, task);
   showMatch(model);
   showSize();

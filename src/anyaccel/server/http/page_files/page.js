@@ -2,7 +2,7 @@
 import { ServiceError, call } from "./api.js";
 import { addArgument } from "./arguments.js";
 import { $, h } from "./dom.js";
-import { fillForm, readForm, readSettings, showLimits, showModel, showSize, showTask } from "./form.js";
+import { fillForm, readForm, readSettings, showLimits, showLoras, showModel, showSize, showTask } from "./form.js";
 import { RECENT, loaded, markOutdated, refresh, setActions, showOlder, showResult } from "./history.js";
 import { addInputListeners, addResult } from "./inputs.js";
 import { addMaskListeners } from "./mask.js";
@@ -67,6 +67,9 @@ async function poll() {
     if (served && served !== [...models.keys()].join("\n")) {
       await loadModels();
       showModel();
+    } else if (status.models.some(({ name, loras }) => String(loras) !== String(models.get(name).loras))) {
+      await loadModels(); // LoRAs were added or removed
+      showLoras();
     }
     showStatus(status);
     if (!loaded) await refresh();
