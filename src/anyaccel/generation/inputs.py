@@ -49,6 +49,8 @@ INPUT_OPTIONS = {
 
 # Parameters that always get a list.
 _LISTS = ("images", "reference_images", "input_images")
+# Parameters for the second of two input images: the last frame, or a reference for the masked area.
+_SECOND_IMAGES = ("last_image", "image_reference")
 # Parameter with the sampling rate of an audio input.
 _RATES = {"initial_audio_waveforms": "initial_audio_sampling_rate"}
 
@@ -130,8 +132,9 @@ def _assign(
         media = inputs[0].media
         has_rate = rate is not None and rate in parameters and isinstance(media, Audio)
         return {parameter: values[0], **({str(rate): media.rate} if has_rate else {})}
-    if len(values) == 2 and name == "image" and "last_image" in parameters:
-        return {parameter: values[0], "last_image": values[1]}
+    second = next((other for other in _SECOND_IMAGES if other in parameters), None)
+    if len(values) == 2 and name == "image" and second is not None:
+        return {parameter: values[0], second: values[1]}
     option = INPUT_OPTIONS.get(name, name)
     raise UsageError(
         f"{pipeline} takes one {inputs[0].kind} as {parameter}, not {len(values)}", hint=f"pass {option} once"
