@@ -128,6 +128,16 @@ def test_further_arguments_are_recorded(model: str) -> None:
     assert generate(**first.metadata[0].arguments())[0].tobytes() == first[0].tobytes()
 
 
+def test_a_list_is_a_tuple_for_an_argument_that_requires_one(tmp_path: Path) -> None:
+    model = save_recipe("stable-diffusion-xl", tmp_path)
+    size: dict[str, Any] = {"width": 64, "height": 64, "seed": 1}
+    plain, large = (
+        generate("x", model, target_size=target, **size, **CALL)[0].tobytes() for target in ((64, 64), [512, 512])
+    )
+    assert plain != large
+    assert generate("x", model, target_size=(512, 512), **size, **CALL)[0].tobytes() == large
+
+
 def test_numpy_scalars_are_recorded_as_python_scalars(model: str, result: Result) -> None:
     again = generate("a red apple", model, "cpu", 7, dtype="float32", num_inference_steps=numpy.int64(2))
     assert again.metadata == result.metadata[:1]

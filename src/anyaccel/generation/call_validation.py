@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,7 +72,15 @@ def map_call(interface: PipelineInterface, call: Mapping[str, Any], *, prompt: b
             hint=f"add {' and '.join(f'{option} PATH' if option[-1] != '…' else option for option in options)} "
             f"(in Python {', '.join(f'{name}=…' for name in missing)})",
         )
-    return arguments
+    return {name: _convert_list(value, interface.parameters.get(name)) for name, value in arguments.items()}
+
+
+def _convert_list(value: Any, parameter: inspect.Parameter | None) -> Any:
+    """Return a list as a tuple if the pipeline accepts only tuples, because JSON has only lists."""
+    if not isinstance(value, list) or parameter is None:
+        return value
+    text = inspect.formatannotation(parameter.annotation).lower()
+    return tuple(value) if "tuple[" in text and "list[" not in text and "sequence[" not in text else value
 
 
 def list_missing(interface: PipelineInterface, arguments: Mapping[str, Any], *, prompt: bool) -> list[str]:

@@ -50,6 +50,8 @@ INPUT_OPTIONS = {
 # Parameters and pipelines that always get a list.
 _LISTS = ("images", "reference_images", "input_images")
 _ALWAYS_LISTED = ("GlmImagePipeline",)
+# Parameters for the second of two input images: the last frame, or a reference for the masked area.
+_SECOND_IMAGES = ("last_image", "image_reference")
 # Parameter with the sampling rate of an audio input.
 _RATES = {"initial_audio_waveforms": "initial_audio_sampling_rate"}
 
@@ -139,8 +141,9 @@ def _assign(
         media = inputs[0].media
         has_rate = rate is not None and rate in parameters and isinstance(media, Audio)
         return {parameter: values[0], **({str(rate): media.rate} if has_rate else {})}
-    if len(values) == 2 and name == "image" and "last_image" in parameters:
-        return {parameter: values[0], "last_image": values[1]}
+    second = next((other for other in _SECOND_IMAGES if other in parameters), None)
+    if len(values) == 2 and name == "image" and second is not None:
+        return {parameter: values[0], second: values[1]}
     hint = f"pass {INPUT_OPTIONS.get(name, name)} once"
     if name == "image":
         hint += ", or use a model that takes several images, such as FLUX.2 or Qwen-Image-Edit-2509"

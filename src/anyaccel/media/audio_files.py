@@ -56,7 +56,8 @@ def encode_audio(audio: Audio, suffix: str, metadata: EmbeddedMetadata) -> bytes
     if file_format.embeds_metadata:
         text = metadata.document or text
     else:
-        text = text.encode()[:_MAX_WAV_COMMENT_BYTES].decode(errors="ignore")
+        # The comment is a C string, and libsndfile rejects an empty one.
+        text = text.replace("\0", "").encode()[:_MAX_WAV_COMMENT_BYTES].decode(errors="ignore")
     stream = io.BytesIO()
     container = file_format.suffix[1:].upper()
     with soundfile.SoundFile(

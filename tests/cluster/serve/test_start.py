@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -45,14 +45,6 @@ from tests.server.live import Live
 ENDLESS = 20_000
 """Steps of an image that does not finish during the test."""
 SMALL, LARGE = find_shape({"model": "m", "width": 64}), find_shape({"model": "m", "width": 128})
-
-
-@pytest.fixture
-def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use a temporary folder for Ray, so that no other cluster is found; Ray's socket paths must be short."""
-    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
-        monkeypatch.setenv("RAY_TMPDIR", folder)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Invalid, oversized, slow and malicious requests get an error response and leave nothing behind."""
 
+import base64
 import io
 import json
 import socket
@@ -107,6 +108,96 @@ def test_invalid_images_and_decompression_bombs_are_rejected(live: Live) -> None
             assert response.json()["error"]["code"] == code
             assert 400 <= response.status_code < 500
     assert service.memory_info().rss - before < 200 * 2**20
+
+
+def make_chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def make_bombs() -> dict[str, bytes]:
+    """Return small files that claim huge sizes or decompress to hundreds of megabytes."""
+    stream = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(stream, "PNG")
+    png = stream.getvalue()
+    zeros = zlib.compress(bytes(300 * 2**20), 9)
+    after_header = 8 + 25
+    profile, text = make_chunk(b"iCCP", b"x\0\0" + zeros), make_chunk(b"zTXt", b"x\0\0" + zeros)
+    vp8x = b"VP8X" + struct.pack("<I", 10) + bytes(4) + (16382).to_bytes(3, "little") * 2
+    stream = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(stream, "JPEG")
+    jpeg = stream.getvalue()
+    frame = jpeg.index(b"\xff\xc0") + 5
+    stream = io.BytesIO()
+    frames = [Image.new("RGB", (3000, 3000), color) for color in ("red", "green", "blue")]
+    frames[0].save(stream, "WEBP", save_all=True, append_images=frames[1:] * 20)
+    return {
+        "profile.png": png[:after_header] + profile + png[after_header:],
+        "text.png": png[:after_header] + text + png[after_header:],
+        "header.webp": b"RIFF" + struct.pack("<I", 22) + b"WEBP" + vp8x,
+        "animation.webp": stream.getvalue(),
+        "header.jpg": jpeg[:frame] + struct.pack(">HH", 65_500, 65_500) + jpeg[frame + 4 :],
+        "header.gif": b"GIF89a" + struct.pack("<HH", 65_535, 65_535) + b"\xf0\0\0" + bytes(6),
+        "video.mp4": b"\0\0\0\x18ftypmp42\0\0\0\0mp42isom" + bytes(100),
+        "archive.zip": b"PK\x03\x04" + zeros,
+    }
+
+
+@pytest.fixture(scope="module")
+def bombs() -> dict[str, bytes]:
+    return make_bombs()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "profile.png",
+        "text.png",
+        "header.webp",
+        "animation.webp",
+        "header.jpg",
+        "header.gif",
+        "video.mp4",
+        "archive.zip",
+    ],
+)
+def test_a_file_that_decompresses_to_gigabytes_is_rejected(live: Live, bombs: dict[str, bytes], name: str) -> None:
+    """As a file, as a data URL of a job, and as one of a video."""
+    content = bombs[name]
+    url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    processes = [psutil.Process(live.process.pid), psutil.Process(live.find_worker())]
+    before = [process.memory_info().rss for process in processes]
+    with live.http() as http:
+        responses = [
+            http.post(EDIT, files={"image": (name, content)}, data={"prompt": "a tree"}),
+            http.post(EDIT, files={"image": (name, content), "mask": (name, content)}, data={"prompt": "a tree"}),
+            http.post("/v1/jobs", json={"prompt": "a tree", "inputs": {"image": url}}),
+            http.post("/v1/videos", json={"prompt": "a tree", "input_reference": {"image_url": url}}),
+            http.post("/v1/videos", data={"prompt": "a tree"}, files={"input_reference": (name, content)}),
+        ]
+    for response in responses:
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["code"] in ("invalid_image", "image_too_large")
+    for process, rss in zip(processes, before, strict=True):
+        assert process.memory_info().rss - rss < 100 * 2**20
+
+
+def test_the_number_of_files_and_fields_is_limited(live: Live) -> None:
+    stream = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(stream, "PNG")
+    png = stream.getvalue()
+    with live.http() as http:
+        for count in (17, 40, 2000):
+            files = [("image[]", ("a.png", png))] * count
+            response = http.post(EDIT, files=files, data={"prompt": "a tree"})
+            assert response.status_code == 400
+        fields = {f"field{number}": "x" for number in range(2000)}
+        assert http.post(EDIT, files={"image": ("a.png", png)}, data=fields).status_code == 400
+        urls = [f"data:image/png;base64,{base64.b64encode(png).decode()}"] * 100
+        response = http.post("/v1/jobs", json={"prompt": "a tree", "inputs": {"image": urls}})
+        assert error_of(response) == (400, "too_many_images")
+        many = {f"input{number}": urls[0] for number in range(1000)}
+        response = http.post("/v1/jobs", json={"prompt": "a tree", "inputs": many})
+        assert error_of(response) == (400, "unknown_parameter")
 
 
 @pytest.mark.parametrize(

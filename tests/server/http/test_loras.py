@@ -165,6 +165,10 @@ def test_pipeline_arguments_are_checked_and_used(service: Live) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             generate(service, **{name: value})
         assert caught.value.param == name
+    with pytest.raises(openai.BadRequestError, match="IndexError"):  # the pipeline does not check it
+        generate(service, clip_skip=100)
+    with pytest.raises(openai.BadRequestError, match="empty array"):
+        generate(service, timesteps=[])
     with pytest.raises(openai.BadRequestError, match="accepts one image"):
         service.openai().images.edit(image=[stream.getvalue()] * 2, prompt="a cat")
 

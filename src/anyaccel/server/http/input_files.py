@@ -14,6 +14,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 
+from anyaccel.errors import nearest
 from anyaccel.server.http.errors import ApiError
 from anyaccel.server.settings import ServerLimits
 from anyaccel.server.worker.job_spec import Task
@@ -23,6 +24,7 @@ __all__ = ["Form", "check_image", "check_images", "check_input_files", "decode_d
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
 _MAX_FIELDS = 80
+_INPUTS = ("image", "mask_image", "control_image", "ip_adapter_image")
 
 
 @dataclass
@@ -87,6 +89,10 @@ def decode_data_url(text: str, name: str) -> bytes:
 async def check_images(inputs: Mapping[str, list[bytes]], limits: ServerLimits) -> tuple[int, int] | None:
     """Validate the images of a request, and return the width and height of the first one of `image`, if any."""
     size = None
+    for name in inputs:  # before an image is decoded
+        if name not in _INPUTS:
+            message = f"unknown input {name[:60]!r}: {nearest(name, _INPUTS)}"
+            raise ApiError(400, "unknown_parameter", message, param="inputs")
     for name, contents in inputs.items():
         if len(contents) > (limits.max_inputs if name != "mask_image" else 1):
             limit = limits.max_inputs if name != "mask_image" else 1

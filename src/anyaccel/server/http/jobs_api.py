@@ -41,9 +41,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         503: "The service is not ready",
     }.items()
 }
-_MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "video/mp4", "video/webm", "audio/wav", "audio/flac")
 _FILES: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The file", "content": {media_type: {} for media_type in _MEDIA_TYPES}},
+    200: {"description": "The file", "content": {item.media_type: {} for item in SUFFIXES.values()}},
     206: {"description": "The requested range of the file"},
     416: {"description": "The range is outside of the file"},
 }

@@ -100,6 +100,8 @@ def _check_limit(name: str, value: Any, limits: ServerLimits) -> None:
         if len(value) > min(_MAX_ITEMS, limits.max_steps):
             message = f"{name} has {len(value)} items; the limit is {min(_MAX_ITEMS, limits.max_steps)}"
             raise ApiError(400, "too_large", message, param=name)
+        if not value:
+            raise ApiError(400, "invalid_value", f"{name} is an empty array; omit it", param=name)
         for item in value:
             _check_limit(name, item, limits)
         return
@@ -110,6 +112,8 @@ def _check_limit(name: str, value: Any, limits: ServerLimits) -> None:
         if value.encode("utf-8", "ignore").decode() != value:  # a lone surrogate
             raise ApiError(400, "invalid_value", f"{name} is not valid Unicode", param=name)
         return
+    if isinstance(value, int) and value < 1 and ("length" in name or name.startswith("num_")):
+        raise ApiError(400, "invalid_value", f"{name} must be at least 1, not {value}", param=name)
     limit = _find_number_limit(name, value, limits)
     if not math.isfinite(value) or abs(value) > limit:
         raise ApiError(400, "too_large", f"{name} must be at most {limit:g}, not {value!r:.40}", param=name)

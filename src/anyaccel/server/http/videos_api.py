@@ -39,6 +39,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 # The client asks again after this time. It reads the header of the first answer only.
 _POLL_MS = 1000
+# Of videos, thumbnails and sprite sheets.
+_MEDIA_TYPES = ("video/mp4", "video/webm", "image/webp", "image/gif", "image/jpeg")
 _VideoId = Annotated[str, Path(alias="video_id")]
 _Variant = Literal["video", "thumbnail", "spritesheet"]
 
@@ -100,7 +102,7 @@ async def show(video_id: _VideoId, request: Request, service: ServiceOf) -> Resp
     response_model=None,
     summary="Download a video, or images of its frames",
     responses={
-        200: {"description": "The file", "content": {"video/mp4": {}, "video/webm": {}, "image/webp": {}}},
+        200: {"description": "The file", "content": {media_type: {} for media_type in _MEDIA_TYPES}},
         206: {"description": "The requested range of the file"},
         416: {"description": "The range is outside of the file"},
     },

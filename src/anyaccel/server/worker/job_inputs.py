@@ -34,8 +34,11 @@ def fit_inputs(
     """
     arguments: dict[str, Any] = {}
     for name, images in inputs.items():
-        keeps_size = name == "ip_adapter_image" or (name == "image" and many_images and len(images) > 1)
-        fitted = images if keeps_size else [_fit(image, kind, size) for image in images]
+        keep_all = name == "ip_adapter_image" or (name == "image" and many_images and len(images) > 1)
+        fitted = [
+            image if keep_all or (name == "image" and kind == "image" and index > 0) else _fit(image, kind, size)
+            for index, image in enumerate(images)
+        ]
         media = [InputMedia(kind="image", media=image) for image in fitted]
         arguments[name] = media if len(media) > 1 else media[0]
     return arguments

@@ -212,7 +212,7 @@ class _WorkerJob:
         except BaseException as error:  # noqa: BLE001 - reported to the client; other jobs continue
             _LOG.debug("anyaccel: %s failed", self.id, exc_info=True)
             with self.lock:
-                self.error = self.error or make_job_failed(self.id, error)
+                self.error = self.error or make_job_failed(self.id, error, has_arguments=bool(self.spec.arguments))
             self.stop_event.set()
         with self.lock:
             self.unfinished -= 1
@@ -286,8 +286,11 @@ def make_load_failed(error: Exception) -> LoadFailed:
     return LoadFailed(f"{type(error).__name__}: {error}", "run `anyaccel check MODEL` to find the cause")
 
 
-def make_job_failed(job: str, error: BaseException) -> JobFailed:
-    """Return the `JobFailed` message for an exception, with the code and status for the HTTP error."""
+def make_job_failed(job: str, error: BaseException, *, has_arguments: bool = False) -> JobFailed:
+    """Return the `JobFailed` message for an exception, with the code and status for the HTTP error.
+
+    `has_arguments` is whether the request set further arguments of the pipeline.
+    """
     from anyaccel.backends.out_of_memory import is_out_of_memory
     from anyaccel.errors import AnyaccelError, DoesNotFitError, NotFiniteError, UsageError
     from anyaccel.server.worker.served_model import UnsafeContentError
@@ -299,7 +302,8 @@ def make_job_failed(job: str, error: BaseException) -> JobFailed:
         return JobFailed(job, "out_of_memory", text, 507)
     if isinstance(error, NotFiniteError):
         return JobFailed(job, "not_finite", text, 500)
-    # Pipelines raise ValueError for arguments that they reject.
-    if isinstance(error, UsageError | ValueError):
+    # Pipelines raise ValueError for arguments that they reject, and fail with other errors for those they do not check.
+    rejections = (UsageError, ValueError, *((LookupError, OverflowError, TypeError) if has_arguments else ()))
+    if isinstance(error, rejections):
         return JobFailed(job, "invalid_value", text, 400)
     return JobFailed(job, "internal_error", text, 500)
