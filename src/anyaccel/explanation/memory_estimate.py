@@ -42,6 +42,7 @@ from anyaccel.planning.memory import (
     find_largest_batch,
     make_forecast,
     predict,
+    predict_weights,
 )
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.planning.plan import Plan, without_rank_local_choices
@@ -148,7 +149,7 @@ class MemoryEstimate:
             seconds=self._find_seconds(measure, fps),
             not_included=tuple(missing.name for missing in not_included),
             largest_batch=find_largest_batch(sharded, rule, capacity) if rule else 0,
-            largest_size=self._find_largest_size(capacity, fits=rule is not None),
+            largest_size=self._find_largest_size(sharded, capacity, rule),
             time=self._estimate_time(measure, rule, batch),
             limits=limits,
             loading=self._forecast_loading(forecast, rule),
@@ -312,24 +313,33 @@ class MemoryEstimate:
             fetches_ahead=load_registry().backend(self.target.sheet.name).driver.has_events,
         )
 
-    def _find_largest_size(self, capacity: int, *, fits: bool) -> tuple[int, int] | None:
+    def _find_largest_size(self, measure: Measure, capacity: int, chosen: MemoryRule | None) -> tuple[int, int] | None:
         """Return the largest image size that fits at the requested aspect ratio, or None.
 
-        The size is for a single image, in the memory mode that needs the least memory.
+        The size is for a single image, in the memory mode that needs the least memory. `measure` and the chosen memory
+        mode are those of the requested size.
         """
         size = self.size.size
         if size is None:
             return None
         rule = self.rules(1)[-1]  # the last rule needs the least memory
+        known = measure((chosen or rule).savings, 1)
 
         def need(size: tuple[int, int]) -> int | None:
             try:
-                measure = self._shard(self.measure(replace(self.size, size=size)))
-                return max(predict(measure(rule.savings, 1), rule.residence).values())
+                another = self._shard(self.measure(replace(self.size, size=size)))
+                return max(predict(another(rule.savings, 1), rule.residence).values())
             except Exception:  # noqa: BLE001 - pipelines reject a size with many kinds of errors
                 return None
 
         is_video = self._measured[self.size].output.kind == "video"
-        largest = find_largest_size(need, size, capacity, LARGEST_VIDEO_SIDE if is_video else LARGEST_SIDE)
+        largest = find_largest_size(
+            need,
+            size,
+            capacity,
+            LARGEST_VIDEO_SIDE if is_video else LARGEST_SIDE,
+            fixed_bytes=predict_weights(known, rule.residence),
+            requested_bytes=max(predict(known, rule.residence).values()),
+        )
         # The requested size may lie between two steps of the search and still fit.
-        return max(largest or size, size) if fits else largest
+        return max(largest or size, size) if chosen else largest

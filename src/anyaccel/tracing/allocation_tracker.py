@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
@@ -15,9 +17,10 @@ from torch.utils.flop_counter import flop_registry
 from anyaccel.planning.attention import UNCHANGED_ATTENTION, AttentionRule
 from anyaccel.planning.kernel_workspace import Workspace
 from anyaccel.planning.limit_hits import TraceFacts
+from anyaccel.tracing.meta_layouts import Layout, find_layout
 from anyaccel.upstream.torch_internals import TorchDispatchMode, read_address, read_schema
 
-__all__ = ["AllocationTracker"]
+__all__ = ["AllocationTracker", "make_zeros"]
 
 
 class AllocationTracker(TorchDispatchMode):
@@ -54,7 +57,7 @@ class AllocationTracker(TorchDispatchMode):
             return result
         count_flops = flop_registry.get(func.overloadpacket)
         if count_flops is not None and isinstance(result, torch.Tensor) and result.is_meta:
-            self.flops += count_flops(*args, **kwargs, out_val=result)
+            self.flops += _count_flops(func, count_flops, args, kwargs, result)
         for output in result if isinstance(result, list | tuple) else (result,):
             if isinstance(output, torch.Tensor):
                 self.add(output)
@@ -183,9 +186,20 @@ class _AttentionMode(TorchFunctionMode):
         return output
 
 
-_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+# Floating-point operations by operation and argument shapes: counting them takes longer than the lookup.
+_FLOPS: dict[Any, float] = {}
+
+
+def _count_flops(func: Any, count: Callable[..., float], args: Any, kwargs: Any, result: torch.Tensor) -> float:
+    """Return the floating-point operations of an operation."""
+    key = _read_key(func, args, kwargs)
+    if key not in _FLOPS:
+        _FLOPS[key] = count(*args, **kwargs, out_val=result)
+    return _FLOPS[key]
+
+
 # Result shapes by operation and argument shapes: models repeat their blocks, and meta kernels are slow.
-_RESULTS: dict[Any, _Layout | tuple[_Layout, ...]] = {}
+_RESULTS: dict[Any, Layout | tuple[Layout, ...]] = {}
 
 
 def _run_once(func: Any, args: Any, kwargs: Any) -> Any:
@@ -194,8 +208,13 @@ def _run_once(func: Any, args: Any, kwargs: Any) -> Any:
     cached = _RESULTS.get(key) if key is not None else None
     if cached is not None:
         return _make_empty(cached)
-    if func in _POINTWISE and _is_large(args[0]):
-        return _return_zeros(func, args, kwargs)
+    zeros = _skip(func, args, kwargs)
+    if zeros is not None:
+        return zeros
+    layout = None if key is None else find_layout(func, args, kwargs)
+    if layout is not None:
+        _RESULTS[key] = layout
+        return _make_empty(layout)
     result = func(*args, **kwargs)
     outputs = result if isinstance(result, tuple) else (result,)
     if key is not None and all(isinstance(output, torch.Tensor) and output.is_meta for output in outputs):
@@ -211,16 +230,45 @@ def _make_empty(layout: Any) -> Any:
     return torch.empty_strided(layout[0], layout[1], dtype=layout[2], device="meta")
 
 
-def _is_large(tensor: Any) -> bool:
-    """Return whether a value is a CPU tensor that is large enough to be a model output."""
-    return isinstance(tensor, torch.Tensor) and not tensor.is_meta and tensor.numel() >= _IMAGE_ELEMENTS
+def make_zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros on the CPU, whose memory the operating system provides when it is read."""
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(numpy.zeros(size, dtype=numpy.uint8)).view(dtype).view(shape)
+
+
+def _is_large(value: Any) -> bool:
+    """Return whether a value is a CPU tensor that is large enough to be a model output, or a list of them."""
+    if isinstance(value, list | tuple):
+        return bool(value) and all(_is_large(item) for item in value)
+    return isinstance(value, torch.Tensor) and not value.is_meta and value.numel() >= _IMAGE_ELEMENTS
+
+
+def _skip(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+    """Return zeros instead of the result of an operation on large CPU tensors; return None if it must run."""
+    if func in _ON_META and any(_is_large(value) for value in args):
+        return _return_zeros(func, args, kwargs)
+    if torch.device(kwargs.get("device") or "cpu").type != "cpu":
+        return None
+    if func is _ATEN._to_copy.default and _is_large(args[0]):
+        return make_zeros(args[0].shape, kwargs.get("dtype") or args[0].dtype)
+    if func is _ATEN.randn.generator and math.prod(args[0]) >= _IMAGE_ELEMENTS:
+        return make_zeros(torch.Size(args[0]), kwargs.get("dtype") or torch.get_default_dtype())
+    return None
 
 
 def _return_zeros(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """Return zeros with the result's shape and dtype, without running the operation on the CPU."""
-    meta_args = [value.to("meta") if isinstance(value, torch.Tensor) and value.dim() else value for value in args]
-    result = func(*meta_args, **kwargs)
-    return torch.zeros(result.shape, dtype=result.dtype)
+    layout = find_layout(func, args, kwargs)
+    if layout is not None:
+        return make_zeros(layout[0], layout[2])
+    result = func(*(_to_meta(value) for value in args), **kwargs)
+    return make_zeros(result.shape, result.dtype)
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_to_meta(item) for item in value]
+    return value.to("meta") if isinstance(value, torch.Tensor) and value.dim() else value
 
 
 @functools.cache
@@ -276,13 +324,20 @@ def _copy(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
     """Copy a meta tensor; a copy to the CPU contains zeros, because a meta tensor has no values."""
     if torch.device(options.get("device") or "meta").type == "meta":
         return _run_once(_ATEN._to_copy.default, (tensor,), options)  # type: ignore[no-any-return]
-    return torch.zeros(tensor.shape, dtype=options.get("dtype") or tensor.dtype)
+    return make_zeros(tensor.shape, options.get("dtype") or tensor.dtype)
 
 
 def _normalize(tensor: torch.Tensor, weight: Any, bias: Any, images: int, *sizes: Any) -> Any:
     """Return empty outputs for group norm; torch's meta kernel would run a dozen operations instead."""
     result = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return result, *(torch.empty(images, sizes[2], dtype=tensor.dtype, device="meta") for _ in range(2))
+
+
+def _normalize_layers(tensor: torch.Tensor, sizes: list[int], *options: Any) -> Any:
+    """Return empty outputs for layer norm."""
+    result = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    outer = (*tensor.shape[: -len(sizes)], *(1 for _ in sizes))
+    return result, *(torch.empty(outer, dtype=torch.float32, device="meta") for _ in range(2))
 
 
 def _return_one_position(tensor: torch.Tensor) -> torch.Tensor:
@@ -292,13 +347,24 @@ def _return_one_position(tensor: torch.Tensor) -> torch.Tensor:
 _ATEN = torch.ops.aten
 # A CPU tensor with at least this many elements is treated as a model output, which contains only zeros.
 _IMAGE_ELEMENTS = 2**20
-_POINTWISE = {_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.clamp.default}
+# Operations on such tensors that are not computed.
+_ON_META = {
+    _ATEN.add.Tensor,
+    _ATEN.sub.Tensor,
+    _ATEN.mul.Tensor,
+    _ATEN.div.Tensor,
+    _ATEN.clamp.default,
+    _ATEN.stack.default,
+    _ATEN.cat.default,
+    _ATEN.clone.default,
+}
 # Operations that read values, or that meta kernels handle badly.
 _SUBSTITUTES: dict[Any, Callable[..., Any]] = {
     _ATEN._local_scalar_dense.default: _return_one,
     _ATEN._to_copy.default: _copy,
     _ATEN.convolution.default: _convolve,
     _ATEN.native_group_norm.default: _normalize,
+    _ATEN.native_layer_norm.default: _normalize_layers,
     _ATEN.nonzero.default: _return_one_position,
     _ATEN.equal.default: lambda left, right: True,
 }

@@ -16,7 +16,7 @@ import torch
 from anyaccel.planning.attention import UNCHANGED_ATTENTION, AttentionRule
 from anyaccel.planning.kernel_workspace import Workspace
 from anyaccel.planning.limit_hits import TraceFacts
-from anyaccel.tracing.allocation_tracker import AllocationTracker
+from anyaccel.tracing.allocation_tracker import AllocationTracker, make_zeros
 from anyaccel.tracing.meta_module import MAX_KEPT_OUTPUT_BYTES, first_floating, map_tensors, to_meta_module
 from anyaccel.upstream.torch_internals import skip_function_modes
 
@@ -182,7 +182,7 @@ class PipelineTrace:
         if tensor.numel() > _MOST_CPU_ELEMENTS:
             return tensor
         with self._tracker.paused():
-            zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
+            zeros = make_zeros(tensor.shape, tensor.dtype)
         self._tracker.add(zeros, replaces_another=replaces_another)
         return zeros
 
