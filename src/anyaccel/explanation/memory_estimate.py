@@ -177,14 +177,15 @@ class MemoryEstimate:
         return output.samples / rate if output.samples and rate else None
 
     def _estimate_time(self, measure: Measurement, rule: MemoryRule | None, batch: int) -> TimeEstimate | None:
-        """Return the estimated time of a call, or None if weights are moved, split or quantized."""
+        """Return the estimated time of a call, or None if weights are split or quantized."""
         steps, product = find_steps(self.full.pipe, self.requested.steps), self.target.product
-        if rule is None or rule.residence != "resident" or steps is None or product is None:
+        if rule is None or steps is None or product is None:
             return None
         if self.plan.weights.value or self.plan.parallel.value is not None:
             return None
         footprint = measure(rule.savings, batch, rule.images_per_call)
-        return estimate_time(footprint, steps, self.target.sheet.product(product), self.plan.dtype.value)
+        product_facts = self.target.sheet.product(product)
+        return estimate_time(footprint, steps, product_facts, self.plan.dtype.value, rule.residence)
 
     def with_weights(self, weights: str) -> MemoryEstimate:
         """Return the estimate for a format of quantized weights."""
