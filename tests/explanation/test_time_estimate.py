@@ -60,14 +60,18 @@ def test_time_scales_with_steps_and_throughput() -> None:
 
 @pytest.mark.parametrize(
     ("scheduler", "loops"),
-    [("EulerDiscreteScheduler", 20), ("PNDMScheduler", 21), ("HeunDiscreteScheduler", 39)],
+    [
+        (diffusers.EulerDiscreteScheduler(), 20),
+        (diffusers.PNDMScheduler(skip_prk_steps=True), 21),
+        (diffusers.HeunDiscreteScheduler(), 39),
+    ],
 )
-def test_some_schedulers_call_the_denoiser_more_often(scheduler: str, loops: int, tmp_path: Path) -> None:
+def test_some_schedulers_call_the_denoiser_more_often(scheduler: Any, loops: int, tmp_path: Path) -> None:
     recipe = recipes()["stable-diffusion"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pipe: Any = recipe.make()
-        pipe.scheduler = getattr(diffusers, scheduler)(skip_prk_steps=True)
+        pipe.scheduler = scheduler
         pipe.save_pretrained(tmp_path)
     call = recipe.call()
     footprint = trace_call(str(tmp_path), "h200", CallSize((call["width"], call["height"])))
