@@ -93,9 +93,9 @@ def explain_model(
     display.start_phase(f"Explaining {model}")
     try:
         with gc_paused():  # garbage collection takes a fifth of the import time
-            from anyaccel.upstream.lazy_dynamo import import_dynamo_lazily
+            from anyaccel.upstream.quick_imports import import_for_tracing
 
-            import_dynamo_lazily()  # nothing is compiled
+            import_for_tracing()
             from anyaccel.embedded.motion import choose_name
             from anyaccel.explanation.explain import explain
             from anyaccel.explanation.model_configs import find_model

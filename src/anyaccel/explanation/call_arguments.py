@@ -30,6 +30,7 @@ _LEFT_TO_DEFAULTS = (
     "generator",
     "num_inference_steps",
     "guidance_scale",
+    "true_cfg_scale",
     *_LENGTHS,
     "output_type",
     "output",  # without it, a modular pipeline returns all its results by name

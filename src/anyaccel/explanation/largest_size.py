@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 __all__ = ["LARGEST_SIDE", "choose_largest_side", "find_largest_size"]
 
@@ -25,19 +26,29 @@ def choose_largest_side(default: Size | None, *, is_video: bool) -> int:
 
 
 def find_largest_size(
-    need: Callable[[Size], int | None], requested: Size, capacity_bytes: int, largest_side: int = LARGEST_SIDE
+    need: Callable[[Size], int | None],
+    requested: Size,
+    capacity_bytes: int,
+    largest_side: int = LARGEST_SIDE,
+    *,
+    fixed_bytes: int = 0,
+    requested_bytes: int | None = None,
 ) -> Size | None:
     """Return the largest size that fits in memory at the aspect ratio of `requested`, or None.
 
     Sizes are tried in steps of 128 pixels. `need` returns the number of bytes that a size requires, or
     None if the model cannot generate it. Apart from its aspect ratio, `requested` determines only where
-    the search starts.
+    the search starts. The other arguments save calls of `need`: `fixed_bytes` does not depend on the size, and
+    `requested_bytes` is the approximate number of bytes for the requested size.
     """
     measured: dict[int, int] = {}
     # Invariant: `fits` steps fit (0: nothing measured yet) and `too_large` steps do not.
     max_steps = largest_side // _STEP
     fits, too_large = 0, max_steps + 1
     step, expected = min(max(1, max(requested) // _STEP), max_steps), None
+    if requested_bytes is not None:
+        known = {max(requested) / _STEP: requested_bytes}
+        step, _ = _guess(known, fixed_bytes, capacity_bytes, range(1, max_steps + 1))
     while too_large - fits > 1:
         size_bytes = need(_scale(requested, step))
         if size_bytes is not None and size_bytes <= capacity_bytes:
@@ -51,7 +62,7 @@ def find_largest_size(
             measured[step] = size_bytes
         step, expected = (fits + too_large) // 2, None
         if not bad_guess and too_large - fits > 1:
-            step, expected = _guess(measured, capacity_bytes, range(fits + 1, too_large))
+            step, expected = _guess(measured, fixed_bytes, capacity_bytes, range(fits + 1, too_large))
     return _scale(requested, fits) if fits else None
 
 
@@ -61,14 +72,14 @@ def _scale(size: Size, steps: int) -> Size:
     return width, height
 
 
-def _guess(measured: Mapping[int, int], capacity_bytes: int, candidates: range) -> tuple[int, float]:
+def _guess(measured: Mapping[Any, int], fixed_bytes: int, capacity_bytes: int, candidates: range) -> tuple[int, float]:
     """Return the largest candidate that is expected to fit, and its expected memory use in bytes.
 
     If no candidate is expected to fit, return the smallest one.
     """
-    # Near one size, memory is about linear in the pixels. A single measurement is interpolated with the origin.
+    # Near one size, memory is about linear in the pixels.
     nearest = sorted(measured.items(), key=lambda item: abs(item[1] - capacity_bytes))
-    (step, step_bytes), (other, other_bytes) = [*nearest, (0, 0)][:2]
+    (step, step_bytes), (other, other_bytes) = [*nearest, (0, fixed_bytes)][:2]
     slope = (step_bytes - other_bytes) / (step**2 - other**2)
     expected = {candidate: step_bytes + slope * (candidate**2 - step**2) for candidate in candidates}
     best = max(

@@ -42,6 +42,7 @@ from anyaccel.planning.memory import (
     find_largest_batch,
     make_forecast,
     predict,
+    predict_weights,
 )
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.planning.plan import Plan, without_rank_local_choices
@@ -148,7 +149,7 @@ class MemoryEstimate:
             seconds=self._find_seconds(measure, fps),
             not_included=tuple(missing.name for missing in not_included),
             largest_batch=find_largest_batch(sharded, rule, capacity) if rule else 0,
-            largest_size=self._find_largest_size(capacity, fits=rule is not None),
+            largest_size=self._find_largest_size(sharded, capacity, rule),
             largest_tried_side=self._choose_largest_side(),
             time=self._estimate_time(measure, rule, batch),
             limits=limits,
@@ -177,14 +178,15 @@ class MemoryEstimate:
         return output.samples / rate if output.samples and rate else None
 
     def _estimate_time(self, measure: Measurement, rule: MemoryRule | None, batch: int) -> TimeEstimate | None:
-        """Return the estimated time of a call, or None if weights are moved, split or quantized."""
+        """Return the estimated time of a call, or None if weights are split or quantized."""
         steps, product = find_steps(self.full.pipe, self.requested.steps), self.target.product
-        if rule is None or rule.residence != "resident" or steps is None or product is None:
+        if rule is None or steps is None or product is None:
             return None
         if self.plan.weights.value or self.plan.parallel.value is not None:
             return None
         footprint = measure(rule.savings, batch, rule.images_per_call)
-        return estimate_time(footprint, steps, self.target.sheet.product(product), self.plan.dtype.value)
+        product_facts = self.target.sheet.product(product)
+        return estimate_time(footprint, steps, product_facts, self.plan.dtype.value, rule.residence)
 
     def with_weights(self, weights: str) -> MemoryEstimate:
         """Return the estimate for a format of quantized weights."""
@@ -317,23 +319,32 @@ class MemoryEstimate:
         default = find_default_size(self.full.pipe) if self.takes_size else self.size.size
         return choose_largest_side(default, is_video=self._measured[self.size].output.kind == "video")
 
-    def _find_largest_size(self, capacity: int, *, fits: bool) -> tuple[int, int] | None:
+    def _find_largest_size(self, measure: Measure, capacity: int, chosen: MemoryRule | None) -> tuple[int, int] | None:
         """Return the largest image size that fits at the requested aspect ratio, or None.
 
-        The size is for a single image, in the memory mode that needs the least memory.
+        The size is for a single image, in the memory mode that needs the least memory. `measure` and the chosen memory
+        mode are those of the requested size.
         """
         size = self.size.size
         if size is None:
             return None
         rule = self.rules(1)[-1]  # the last rule needs the least memory
+        known = measure((chosen or rule).savings, 1)
 
         def need(size: tuple[int, int]) -> int | None:
             try:
-                measure = self._shard(self.measure(replace(self.size, size=size)))
-                return max(predict(measure(rule.savings, 1), rule.residence).values())
+                another = self._shard(self.measure(replace(self.size, size=size)))
+                return max(predict(another(rule.savings, 1), rule.residence).values())
             except Exception:  # noqa: BLE001 - pipelines reject a size with many kinds of errors
                 return None
 
-        largest = find_largest_size(need, size, capacity, self._choose_largest_side())
+        largest = find_largest_size(
+            need,
+            size,
+            capacity,
+            self._choose_largest_side(),
+            fixed_bytes=predict_weights(known, rule.residence),
+            requested_bytes=max(predict(known, rule.residence).values()),
+        )
         # The requested size may lie between two steps of the search and still fit.
-        return max(largest or size, size) if fits else largest
+        return max(largest or size, size) if chosen else largest

@@ -9,7 +9,7 @@ from anyaccel.planning.loading_memory import LoadingForecast
 from anyaccel.planning.memory import Forecast
 from anyaccel.planning.plan import Plan
 from anyaccel.planning.plan_text import describe_decisions, split_by_default
-from anyaccel.planning.time_estimate import LARGEST_RATIO, SMALLEST_RATIO, UTILIZATION, TimeEstimate
+from anyaccel.planning.time_estimate import LARGEST_RATIO, SMALLEST_RATIO, TimeEstimate
 from anyaccel.units import readable
 
 __all__ = ["describe_explanation"]
@@ -17,6 +17,8 @@ __all__ = ["describe_explanation"]
 # Block characters of 0 to 7 eighths of a column.
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _MIN_WIDTH, _MAX_WIDTH = 60, 120
+# Longer times are shown in minutes.
+_MINUTES_FROM_S = 180
 
 
 def describe_explanation(plan: Plan, model: str, width: int = 100, *, download_bytes: int | None = None) -> list[str]:
@@ -110,11 +112,17 @@ def _describe_loading(loading: LoadingForecast) -> str:
 def _describe_time(time: TimeEstimate, forecast: Forecast) -> str:
     result = {"image": "image", "video": "video", "audio": "audio clip"}[forecast.kind]
     calls = f"{forecast.images} {result}s" if forecast.images != 1 else f"one {result}"
+    moved = f", plus the time to move {readable(time.moved_bytes)} of weights to the device" if time.moved_bytes else ""
     return (
-        f"estimated time for {calls}: {time.seconds:.2g} s with {time.steps} steps, without compilation, from "
-        f"{time.flops / 1e12:.3g} TFLOP and {UTILIZATION:.0%} of the published {time.product_flops / 1e12:.0f} TFLOPS; "
-        f"on an H200, measured times are {SMALLEST_RATIO:.2g} to {LARGEST_RATIO:.2g} times as long as estimated"
+        f"estimated time for {calls}: {_describe_seconds(time.seconds)} with {time.steps} steps, without compilation"
+        f"{moved}, from {time.flops / 1e12:.3g} TFLOP and the published {time.product_flops / 1e12:.0f} TFLOPS and "
+        f"{time.product_bytes_per_s / 1e9:.0f} GB/s; on an H200, measured times are {SMALLEST_RATIO:.2g} to "
+        f"{LARGEST_RATIO:.2g} times as long as estimated"
     )
+
+
+def _describe_seconds(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < _MINUTES_FROM_S else f"{seconds / 60:.2g} min"
 
 
 def _describe_largest(plan: Plan, forecast: Forecast) -> Iterator[str]:

@@ -21,9 +21,7 @@ def resample(audio: Audio, rate: int) -> Audio:
     """Return audio with `rate` samples per second; raise `MissingLibraryError` if this requires PyAV."""
     if audio.rate == rate:
         return audio
-    require_extra(
-        "video", f"conversions of audio from {audio.rate:,} to {rate:,} samples per second (the model's)"
-    )
+    require_extra("video", f"conversions of audio from {audio.rate:,} to {rate:,} samples per second (the model's)")
     length = max(1, round(audio.samples.shape[1] * rate / audio.rate))
     # One channel at a time: PyAV has names for the layouts of some numbers of channels only.
     channels = [np.concatenate([*_resample(channel, audio.rate, rate)])[:length] for channel in audio.samples]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
-__all__ = ["PHASES", "Footprint", "Measure", "MemorySavings", "ModelCall", "ModelSize", "Phase"]
+__all__ = ["PHASES", "Footprint", "Measure", "MemorySavings", "ModelCall", "ModelSize", "Phase", "Work"]
 
 Phase: TypeAlias = Literal["encode", "denoise", "decode"]
+# Denoising steps of a footprint.
+_TRACED_STEPS = 2
 PHASES: tuple[Phase, ...] = ("encode", "denoise", "decode")
 
 
@@ -36,6 +38,26 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
+class Work:
+    """Work of a model call, which determines its time."""
+
+    flops: float = 0.0
+    """Floating-point operations of matrix products, convolutions and attention."""
+    traffic_bytes: float = 0.0
+    """Bytes that all other kernels read and write."""
+    kernels: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.traffic_bytes + other.traffic_bytes, self.kernels + other.kernels)
+
+    def __sub__(self, other: Work) -> Work:
+        return self + other * -1
+
+    def __mul__(self, count: float) -> Work:
+        return Work(self.flops * count, self.traffic_bytes * count, self.kernels * count)
+
+
+@dataclass(frozen=True)
 class ModelCall:
     """One forward call of a model, and its peak memory without weights."""
 
@@ -44,8 +66,7 @@ class ModelCall:
     # Weights are counted separately: the same trace serves every residence (see `predict`).
     held_bytes: int
     """Peak bytes of activations and of the tensors that the pipeline holds; without weights."""
-    flops: float = 0.0
-    """Floating-point operations of matrix products, convolutions and attention."""
+    work: Work = Work()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +90,15 @@ class Footprint:
     """The models that stay on the device completely while layers of others are streamed."""
     fixed_bytes: int = 0
     """Bytes held by libraries, such as cuBLAS workspaces."""
+
+    loops: int = 2
+    """Iterations of the denoising loop, for two denoising steps; PNDM, for example, adds one."""
+    loops_per_step: int = 1
+    """Iterations for each additional step; schedulers of second order have two."""
+
+    def count_loops(self, steps: int) -> float:
+        """Return how many times the model calls of the denoising loop run with this number of steps."""
+        return (self.loops + (steps - _TRACED_STEPS) * self.loops_per_step) / self.loops
 
     @property
     def weights_bytes(self) -> int:

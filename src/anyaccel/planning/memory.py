@@ -32,6 +32,7 @@ __all__ = [
     "list_rules",
     "make_forecast",
     "predict",
+    "predict_weights",
 ]
 
 # Which weights are on the device: all of them, or those of the running phase (read from disk), model or layer.
@@ -242,6 +243,12 @@ def predict(footprint: Footprint, residence: Residence, *, recorded: bool = Fals
     return {name: peaks[name] for name in ("load", *PHASES) if name in peaks}
 
 
+def predict_weights(footprint: Footprint, residence: Residence) -> int:
+    """Return the peak device memory in bytes without activations, which is the same for every size."""
+    calls = tuple(replace(call, held_bytes=0) for call in footprint.model_calls)
+    return max(predict(replace(footprint, model_calls=calls), residence).values())
+
+
 def _offload_previous(footprint: Footprint, on_device: set[str], component: str) -> set[str]:
     """Return the models that are on the device while `component` runs under model CPU offload.
 
@@ -270,13 +277,17 @@ def choose_memory(
     """
     candidates = list(rules)
     tried: list[tuple[int, MemoryRule, dict[str, int]]] = []
+    footprint: Footprint | None = None
     for rule in candidates:
         # Every rule costs a trace, and a far too large image would fail all of them.
         if tried and tried[0][0] > _FAR_TOO_LARGE * capacity_bytes and len(tried) == 1:
             too_large = _reject_early(measure, images, capacity_bytes, candidates[-1])
             if too_large is not None:
                 return too_large
-        peaks = predict(measure(rule.savings, images, rule.images_per_call), rule.residence)
+        if footprint and rule is not candidates[-1] and predict_weights(footprint, rule.residence) > capacity_bytes:
+            continue
+        footprint = measure(rule.savings, images, rule.images_per_call)
+        peaks = predict(footprint, rule.residence)
         need = max(peaks.values())
         if need <= capacity_bytes:
             rejected = f"{tried[0][1]} would need {readable(tried[0][0])}; " if tried else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,12 +9,14 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import flop_registry
 
 from anyaccel.planning.attention import UNCHANGED_ATTENTION, AttentionRule
+from anyaccel.planning.footprint import Work
 from anyaccel.planning.kernel_workspace import Workspace
 from anyaccel.planning.limit_hits import TraceFacts
-from anyaccel.upstream.torch_internals import TorchDispatchMode, read_address, read_schema
+from anyaccel.tracing.meta_operations import is_channels_last, run_operation
+from anyaccel.tracing.work_count import count_work
+from anyaccel.upstream.torch_internals import TorchDispatchMode, read_address
 
 __all__ = ["AllocationTracker"]
 
@@ -34,8 +35,8 @@ class AllocationTracker(TorchDispatchMode):
         self._attention = _AttentionMode(self, attention)
         self._paused = False
         self.trace_facts = TraceFacts()
-        self.flops = 0.0
-        """Floating-point operations of matrix products, convolutions and attention on `meta` tensors."""
+        self.work = Work()
+        """Work of the operations on `meta` tensors."""
         self.model = ""
         """Name of the model that is running."""
 
@@ -47,25 +48,21 @@ class AllocationTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        substitute = _SUBSTITUTES.get(func)
-        replaced = substitute is not None and args[0].is_meta
-        result = substitute(*args, **kwargs) if substitute and replaced else _run_once(func, args, kwargs)
+        result = run_operation(func, args, kwargs)
         if self._paused:
             return result
-        count_flops = flop_registry.get(func.overloadpacket)
-        if count_flops is not None and isinstance(result, torch.Tensor) and result.is_meta:
-            self.flops += count_flops(*args, **kwargs, out_val=result)
+        self.work += count_work(func, args, kwargs, result)
         for output in result if isinstance(result, list | tuple) else (result,):
             if isinstance(output, torch.Tensor):
                 self.add(output)
                 if output.is_meta:
                     self._record_facts(func, output)
         # Tensor.item() returns no tensor: record its input.
-        if func is _ATEN._local_scalar_dense.default and args[0].is_meta:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             self._record_facts(func, args[0])
         if func is torch.ops.aten.convolution.default:
             images, weight, output = (tuple(tensor.shape) for tensor in (args[0], args[1], result))
-            last = _is_channels_last(args[0])
+            last = is_channels_last(args[0])
             self.count_transient(self.workspace.convolution_bytes(images, weight, output, result.element_size(), last))
         return result
 
@@ -163,7 +160,7 @@ class _AttentionMode(TorchFunctionMode):
         shapes = tuple(query.shape), tuple(key.shape), value.shape[-1]
         scores = query.numel() // query.shape[-1] * key.shape[-2]
         # Two products: of queries and keys, and of scores and values.
-        self.tracker.flops += 2.0 * scores * (query.shape[-1] + value.shape[-1])
+        self.tracker.work += Work(flops=2.0 * scores * (query.shape[-1] + value.shape[-1]), kernels=1)
         facts, model = self.tracker.trace_facts, self.tracker.model
         facts.max_scores = max(facts.max_scores, scores)
         facts.score_bytes = max(facts.score_bytes, scores * query.element_size())
@@ -181,124 +178,3 @@ class _AttentionMode(TorchFunctionMode):
         output = torch.empty_like(slices)
         del flat, slices
         return output
-
-
-_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
-# Result shapes by operation and argument shapes: models repeat their blocks, and meta kernels are slow.
-_RESULTS: dict[Any, _Layout | tuple[_Layout, ...]] = {}
-
-
-def _run_once(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation, or return an empty meta tensor if the result's layout is already cached."""
-    key = None if _aliases(func) else _read_key(func, args, kwargs)
-    cached = _RESULTS.get(key) if key is not None else None
-    if cached is not None:
-        return _make_empty(cached)
-    if func in _POINTWISE and _is_large(args[0]):
-        return _return_zeros(func, args, kwargs)
-    result = func(*args, **kwargs)
-    outputs = result if isinstance(result, tuple) else (result,)
-    if key is not None and all(isinstance(output, torch.Tensor) and output.is_meta for output in outputs):
-        layouts = tuple((output.shape, output.stride(), output.dtype) for output in outputs)
-        _RESULTS[key] = layouts if isinstance(result, tuple) else layouts[0]
-    return result
-
-
-def _make_empty(layout: Any) -> Any:
-    """Return an empty meta tensor with a layout, or a tuple of them."""
-    if layout and isinstance(layout[0], tuple) and not isinstance(layout[0], torch.Size):
-        return tuple(_make_empty(item) for item in layout)
-    return torch.empty_strided(layout[0], layout[1], dtype=layout[2], device="meta")
-
-
-def _is_large(tensor: Any) -> bool:
-    """Return whether a value is a CPU tensor that is large enough to be a model output."""
-    return isinstance(tensor, torch.Tensor) and not tensor.is_meta and tensor.numel() >= _IMAGE_ELEMENTS
-
-
-def _return_zeros(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Return zeros with the result's shape and dtype, without running the operation on the CPU."""
-    meta_args = [value.to("meta") if isinstance(value, torch.Tensor) and value.dim() else value for value in args]
-    result = func(*meta_args, **kwargs)
-    return torch.zeros(result.shape, dtype=result.dtype)
-
-
-@functools.cache
-def _aliases(func: Any) -> bool:
-    """Return whether an operation returns a view or a list, or nothing, or modifies its arguments."""
-    schema = read_schema(func)
-    arguments, returns = schema.arguments, schema.returns
-    tensors = all(str(value.type) == "Tensor" for value in returns) or len(returns) == 1
-    return not returns or not tensors or any(value.alias_info is not None for value in (*arguments, *returns))
-
-
-def _read_key(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a cache key for an operation's argument layouts, or None if an argument is a CPU tensor."""
-    key: list[Any] = [func]
-    for value in (*args, *kwargs.items()):
-        item = _read_key_item(value)
-        if item is None:
-            return None
-        key.append(item)
-    return tuple(key)
-
-
-def _read_key_item(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return (value.shape, value.stride(), value.dtype) if value.is_meta else None
-    if isinstance(value, list | tuple):
-        items = tuple(_read_key_item(item) for item in value)
-        return None if any(item is None for item in items) else items
-    return (type(value), value)  # 1, 1.0 and True are equal, but give different dtypes
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    """Return whether a batch of several images is in the channels_last memory format."""
-    # Attention can leave a batch of one with these strides by chance; torch's kernels do not treat it as such.
-    is_batch = tensor.dim() == 4 and tensor.shape[0] > 1
-    return is_batch and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
-
-
-def _convolve(*args: Any) -> torch.Tensor:
-    """Run a convolution on `meta` that preserves channels_last, unlike torch's own meta kernel."""
-    result: torch.Tensor = _run_once(_ATEN.convolution.default, args, {})
-    if not _is_channels_last(args[0]):
-        return result
-    return torch.empty(result.shape, dtype=result.dtype, device="meta", memory_format=torch.channels_last)
-
-
-def _return_one(tensor: torch.Tensor) -> Any:
-    """Return True, 1.0 or 1, depending on the dtype, for `item()` on a meta tensor, which has no values."""
-    return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
-
-
-def _copy(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Copy a meta tensor; a copy to the CPU contains zeros, because a meta tensor has no values."""
-    if torch.device(options.get("device") or "meta").type == "meta":
-        return _run_once(_ATEN._to_copy.default, (tensor,), options)  # type: ignore[no-any-return]
-    return torch.zeros(tensor.shape, dtype=options.get("dtype") or tensor.dtype)
-
-
-def _normalize(tensor: torch.Tensor, weight: Any, bias: Any, images: int, *sizes: Any) -> Any:
-    """Return empty outputs for group norm; torch's meta kernel would run a dozen operations instead."""
-    result = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return result, *(torch.empty(images, sizes[2], dtype=tensor.dtype, device="meta") for _ in range(2))
-
-
-def _return_one_position(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(1, tensor.dim(), dtype=torch.int64, device=tensor.device)
-
-
-_ATEN = torch.ops.aten
-# A CPU tensor with at least this many elements is treated as a model output, which contains only zeros.
-_IMAGE_ELEMENTS = 2**20
-_POINTWISE = {_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.clamp.default}
-# Operations that read values, or that meta kernels handle badly.
-_SUBSTITUTES: dict[Any, Callable[..., Any]] = {
-    _ATEN._local_scalar_dense.default: _return_one,
-    _ATEN._to_copy.default: _copy,
-    _ATEN.convolution.default: _convolve,
-    _ATEN.native_group_norm.default: _normalize,
-    _ATEN.nonzero.default: _return_one_position,
-    _ATEN.equal.default: lambda left, right: True,
-}

@@ -28,6 +28,8 @@ __all__ = ["Measurement", "set_vae_tiling", "supports_streaming"]
 
 # Parameters from which a torch hook computes the weight before the forward that streaming wraps.
 _COMPUTED = {"weight_g", "weight_orig"}
+# A scheduler that was not called has the timesteps of its training.
+_MOST_LOOPS = 4
 _PARAMETER_CONTAINERS = (torch.nn.ParameterDict, torch.nn.ParameterList)
 # Makes models run a part of the images at a time. Arguments: the number of images, and of images at a time.
 SplitRows = Callable[[int, int | None], AbstractContextManager[None]]
@@ -116,6 +118,7 @@ class Measurement:
             never_offloaded=self.never_offloaded,
             never_streamed=self._never_streamed,
             fixed_bytes=self.workspace.fixed_bytes,
+            **_read_loops(self.pipe),
         )
 
     def _read_model_calls(self) -> tuple[ModelCall, ...]:
@@ -133,8 +136,17 @@ class Measurement:
             if record.component in self.denoisers or (first <= position <= last and record.method != "decode"):
                 phase = "denoise"
             held = max(record.held_bytes, between[position], between[position + 1])
-            calls.append(ModelCall(record.component, phase, held, record.flops))
+            calls.append(ModelCall(record.component, phase, held, record.work))
         return tuple(calls)
+
+
+def _read_loops(pipe: Any) -> dict[str, int]:
+    """Return the iterations of the denoising loop in the traced call, and those of each additional step."""
+    scheduler = getattr(pipe, "scheduler", None)
+    timesteps, order = getattr(scheduler, "timesteps", None), getattr(scheduler, "order", 1)
+    if not isinstance(timesteps, torch.Tensor) or not isinstance(order, int):
+        return {}
+    return {"loops": len(timesteps), "loops_per_step": order} if len(timesteps) <= _MOST_LOOPS else {}
 
 
 def set_vae_tiling(pipe: Any, on: bool) -> None:

@@ -7,17 +7,19 @@ import random
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
 import torch
 
 from anyaccel.planning.attention import UNCHANGED_ATTENTION, AttentionRule
+from anyaccel.planning.footprint import Work
 from anyaccel.planning.kernel_workspace import Workspace
 from anyaccel.planning.limit_hits import TraceFacts
 from anyaccel.tracing.allocation_tracker import AllocationTracker
 from anyaccel.tracing.meta_module import MAX_KEPT_OUTPUT_BYTES, first_floating, map_tensors, to_meta_module
+from anyaccel.tracing.meta_operations import make_zeros
 from anyaccel.upstream.torch_internals import skip_function_modes
 
 __all__ = ["ModelCallRecord", "PipelineTrace"]
@@ -35,8 +37,7 @@ class ModelCallRecord:
     """`forward`, `encode`, `decode`."""
     held_bytes: int
     """Peak memory during the call, without weights, including what the pipeline holds."""
-    flops: float = 0.0
-    """Floating-point operations of matrix products, convolutions and attention."""
+    work: Work = field(default_factory=Work)
 
 
 class PipelineTrace:
@@ -56,9 +57,9 @@ class PipelineTrace:
         self._weights: list[torch.Tensor] = []
         """Weights of the traced pipeline."""
         self._outputs: dict[str, torch.Tensor] = {}
-        # Result, peak above the memory in use and floating-point operations, by setting, model, method and input
+        # Result, peak above the memory in use and work, by setting, model, method and input
         # layouts. Denoisers run with the same layouts at every step, so only one step is traced.
-        self._cache: dict[Any, tuple[Any, int, float]] = {}
+        self._cache: dict[Any, tuple[Any, int, Work]] = {}
 
     @property
     def trace_facts(self) -> TraceFacts:
@@ -111,14 +112,14 @@ class PipelineTrace:
                 result = map_tensors(result, functools.partial(_widen, widths=self.not_included[name]))
             return map_tensors(result, functools.partial(self._to_cpu, replaces_another=False))
         self.between.append(tracker.take_peak())
-        before, flops = tracker.used, tracker.flops
+        before, work = tracker.used, tracker.work
         key = (self._setting, name, method, _read_layouts((args, kwargs)))
         cached = self._cache.get(key)
         # The cached peak is relative to the memory in use, because the pipeline may hold more at the next call.
         if cached is None:
             result = call(*map_tensors(args, self._to_meta), **map_tensors(kwargs, self._to_meta))
             peak = tracker.take_peak()
-            self._cache[key] = (map_tensors(result, self._to_meta), peak - before, tracker.flops - flops)
+            self._cache[key] = (map_tensors(result, self._to_meta), peak - before, tracker.work - work)
         else:
             result, peak = cached[0], before + cached[1]
         self.model_calls.append(ModelCallRecord(name, method, peak, self._cache[key][2]))
@@ -144,14 +145,14 @@ class PipelineTrace:
         key = (self._setting, name, _read_layouts((args, kwargs)))
         cached = self._cache.get(key)
         if cached is None:
-            before, flops = [[_weak(item) for item in items] for items in lists], self._tracker.flops
+            before, work = [[_weak(item) for item in items] for items in lists], self._tracker.work
             result, above = self._tracker.measure_peak(lambda: call(*args, **kwargs))
             changes = [self._read_changes(old, items) for old, items in zip(before, lists, strict=True)]
-            self._cache[key] = ((map_tensors(result, self._to_meta), changes), above, self._tracker.flops - flops)
+            self._cache[key] = ((map_tensors(result, self._to_meta), changes), above, self._tracker.work - work)
             return result
-        (result, changes), above, flops = cached
+        (result, changes), above, work = cached
         self._tracker.count_transient(above)
-        self._tracker.flops += flops
+        self._tracker.work += work
         for items, changed in zip(lists, changes, strict=True):
             _apply_changes(items, changed)
         return map_tensors(result, torch.empty_like)
@@ -182,7 +183,7 @@ class PipelineTrace:
         if tensor.numel() > _MOST_CPU_ELEMENTS:
             return tensor
         with self._tracker.paused():
-            zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
+            zeros = make_zeros(tensor.shape, tensor.dtype)
         self._tracker.add(zeros, replaces_another=replaces_another)
         return zeros
 
