@@ -116,7 +116,11 @@ def _install(options: argparse.Namespace) -> int:
     from training.model import save
     from training.prepare import EMBEDDED
 
+    card = EMBEDDED / "weights" / "README.md"
+    text = card.read_text(encoding="utf-8") if card.is_file() else None
     save(DiffusionPipeline.from_pretrained(options.model).to(torch.float16), EMBEDDED / "weights")
+    if text is not None:
+        card.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -119,6 +119,8 @@ def save(pipe: Any, folder: Path, shard: str = "10GB") -> None:
         config = json.loads(path.read_text(encoding="utf-8"))
         if config.pop("_name_or_path", None) is not None:
             _write(path, config)
+    for path in folder.rglob("*.safetensors"):
+        path.chmod(0o644)  # safetensors writes files that only their owner can read
     # Otherwise transformers loads the text encoder in float16, while diffusers loads the others in float32.
     config_path = folder / "text_encoder" / "config.json"
     _write(config_path, json.loads(config_path.read_text(encoding="utf-8")) | {"dtype": "float32"})
