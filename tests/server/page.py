@@ -16,9 +16,9 @@ __all__ = ["ROW", "TILE", "Page"]
 ROW, TILE = "#rows > li", "#gallery .tile img"
 """Selectors of running jobs and of results."""
 SHORT = 6
-# Chromium offers no way to drop a file from the outside.
-DROP_FILE = """
-const [name, width, height, target, done] = arguments;
+# Chromium offers no way to drop or paste a file from the outside.
+ADD_FILE = """
+const [name, width, height, target, kind, done] = arguments;
 const canvas = Object.assign(document.createElement("canvas"), { width, height });
 const context = canvas.getContext("2d");
 context.fillStyle = "orange";
@@ -26,7 +26,10 @@ context.fillRect(0, 0, width / 2, height);
 canvas.toBlob((blob) => {
   const dataTransfer = new DataTransfer();
   dataTransfer.items.add(new File([blob ?? "text"], name, { type: blob ? "image/png" : "text/plain" }));
-  const event = new DragEvent("drop", { dataTransfer, bubbles: true, cancelable: true });
+  const options = { bubbles: true, cancelable: true };
+  const event = kind === "drop"
+    ? new DragEvent("drop", { dataTransfer, ...options })
+    : new ClipboardEvent("paste", { clipboardData: dataTransfer, ...options });
   document.querySelector(target).dispatchEvent(event);
   done();
 });
@@ -58,6 +61,10 @@ class Page:
 
     def click(self, selector: str) -> None:
         self.find(selector).click()
+
+    def hover(self, selector: str) -> None:
+        """Move the pointer over an element."""
+        ActionChains(self.chrome).move_to_element(self.find(selector)).perform()
 
     def press(self, *keys: str) -> None:
         ActionChains(self.chrome).send_keys(*keys).perform()
@@ -107,7 +114,11 @@ class Page:
 
     def drop(self, name: str, width: int, height: int, target: str = "body") -> None:
         """Drop a file on an element: an image of this size, or a text if it is empty."""
-        self.chrome.execute_async_script(DROP_FILE, name, width, height, target)
+        self.chrome.execute_async_script(ADD_FILE, name, width, height, target, "drop")
+
+    def paste(self, name: str, width: int, height: int, target: str = "body") -> None:
+        """Paste a file while an element has the focus: an image of this size, or a text if it is empty."""
+        self.chrome.execute_async_script(ADD_FILE, name, width, height, target, "paste")
 
     def measure_contrast(self, selector: str) -> float:
         """Return the contrast ratio of an element's text and background."""

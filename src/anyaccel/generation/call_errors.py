@@ -55,7 +55,8 @@ def _find_cause(pipe: Any, call: Mapping[str, Any], error: Exception) -> tuple[s
     if isinstance(steps, int) and isinstance(strength, int | float) and strength > 0 and steps * strength < 1:
         # diffusers denoises only this share of the steps.
         reason = f"a strength of {strength:g} leaves none of {steps} steps"
-        return reason, f"use at least {math.ceil(1 / strength)} steps, or a higher strength"
+        minimum = math.ceil(1 / max(strength, 1e-6))  # of the smallest numbers, the reciprocal is infinite
+        return reason, f"use at least {minimum} steps, or a higher strength"
     sizes = {name: value.size for name, value in call.items() if isinstance(value, Image.Image)}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name} {width}x{height}" for name, (width, height) in sizes.items())

@@ -101,6 +101,7 @@ def test_invalid_images_and_decompression_bombs_are_rejected(live: Live) -> None
             ({"image": ("a.png", valid)}, {}, "missing_required_parameter"),
             ({"other": ("a.png", valid)}, {"prompt": "a tree"}, "unknown_parameter"),
             ({"image": ("a.png", valid)}, {"prompt": "a tree", "strength": "2"}, "invalid_value"),
+            ({"image": ("a.png", valid)}, {"prompt": "a tree", "strength": "5e-324"}, "invalid_value"),
             ({"image": ("a.png", valid)}, {"prompt": "a tree", "n": "many"}, "invalid_value"),
         ]
         for files, data, code in invalid:

@@ -188,6 +188,18 @@ def test_a_dropped_image_is_edited(page: Page) -> None:
     assert page.run("return size.value") == f"{SIDE}x{SIDE}"
 
 
+def test_a_pasted_image_is_edited(page: Page) -> None:
+    before = page.count_images()
+    page.paste("notes.txt", 0, 0, "#prompt")
+    assert not page.chrome.find_elements(By.CSS_SELECTOR, ".thumb"), "text is pasted into the field"
+    page.paste("image.png", 64, 64, "#prompt")
+    page.wait_for("document.querySelector('[data-input=image] .thumb img')?.naturalWidth === 64")
+    assert page.find("#prompt").get_property("value") == ""
+    page.generate("a red circle")
+    page.wait_for_images(before + 1)
+    assert page.list_jobs()[0]["request"]["task"] == "edit"
+
+
 def test_a_file_that_is_not_an_image_is_rejected(page: Page) -> None:
     page.drop("notes.txt", 0, 0)
     page.wait_for("document.getElementById('input-error').textContent")

@@ -21,6 +21,7 @@ MODELS = {
     "wan": "wan", "audio": "stable-audio", "image": "stable-diffusion", "wan-image": "wan-image-to-video",
 }  # fmt: skip
 FRAMES, FPS = 17, 16
+RATE = 8000
 READ_THUMB = """
 const done = arguments[0], image = document.querySelector("[data-input=mask_image] .thumb img");
 const canvas = document.createElement("canvas");
@@ -28,7 +29,7 @@ const canvas = document.createElement("canvas");
 canvas.getContext("2d").drawImage(image, 0, 0);
 canvas.toBlob(async (blob) => done([...new Uint8Array(await blob.arrayBuffer())]));
 """
-PLAYER = "document.querySelector('#result video')"
+PLAYER, SOUND = (f"document.querySelector('#result {name}')" for name in ("video", "audio"))
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         warnings.simplefilter("ignore", FutureWarning)  # of torch, about weight_norm in a VAE for audio
         for name, recipe in MODELS.items():
             pipe: Any = recipes()[recipe].make()
+            if name == "audio":  # half a second, at a rate that Chromium plays
+                pipe.transformer.register_to_config(sample_size=RATE // 2 // pipe.vae.hop_length)
+                pipe.vae.register_to_config(sampling_rate=RATE)
             pipe.save_pretrained(folder / name)
     models = [f"{name}={folder / name}" for name in MODELS]
     options = ("--device", "cpu", "--dtype", "float32", "--sizes", "32x32", "--limit", "max_steps=2000")
@@ -132,6 +136,12 @@ def test_audio_has_a_player_and_a_waveform(page: Page) -> None:
     page.wait_for_images(before + 1)
     page.wait_for("document.querySelector('#result audio')?.controls")
     page.wait_for("document.querySelector('#result .waveform').naturalWidth")
+    page.wait_for(f"{SOUND}.readyState >= 1")
+    assert page.run(f"return {SOUND}.duration") == pytest.approx(0.5, abs=0.01)
+    assert page.run(f"return [{SOUND}.paused, {SOUND}.currentTime]") == [True, 0], "audio does not start by itself"
+    page.run(f"{SOUND}.play()")
+    page.wait_for(f"{SOUND}.ended")
+    assert page.run(f"return {SOUND}.error") is None
 
 
 def test_a_painted_mask_limits_the_edit(page: Page) -> None:

@@ -170,8 +170,8 @@ def _check_strength(values: dict[str, Any], *, is_default: bool) -> None:
     if is_default:
         values["strength"] = 1.0
         return
-    minimum = math.ceil(1 / strength)
-    message = f"no denoising step would run with {steps} steps and strength {strength}; use at least {minimum} steps"
+    minimum = math.ceil(1 / max(strength, 1e-6))  # of the smallest numbers, the reciprocal is infinite
+    message = f"no denoising step would run with {steps} steps and strength {strength:g}; use at least {minimum} steps"
     raise ApiError(400, "invalid_value", message, param="strength")
 
 

@@ -118,10 +118,20 @@ export function showInputs(paintMask) {
   $("inputs").replaceChildren(...names.map((name) => makeZone(name, model, paintMask)));
 }
 
+function requires(model, name) {
+  return name === "image" ? !model.tasks.includes("generate") : Boolean(model.required_inputs?.generate?.includes(name));
+}
+
+// Return the input for an image that is dropped or pasted elsewhere: one that the model requires, or the input image.
+function findDefault() {
+  const model = currentModel();
+  return listInputs(model).find((name) => requires(model, name) && !listChosen(name).length) ?? "image";
+}
+
 function makeZone(name, model, paintMask) {
   const title = TITLES[name]?.[model.kind] ?? TITLES[name] ?? name;
   const images = listChosen(name);
-  const isRequired = name === "image" ? !model.tasks.includes("generate") : Boolean(model.required_inputs?.generate?.includes(name));
+  const isRequired = requires(model, name);
   const takesMany = name === "image" && model.many_images;
   const file = h("input", { type: "file", accept: "image/*", class: "hidden-text", multiple: takesMany, "aria-label": `Choose: ${title}`,
     onchange: (event) => addFiles(name, event.target.files) });
@@ -151,7 +161,7 @@ function makeThumb(name, image, index) {
 export function addInputListeners(changed) {
   onChange = changed;
   const canDrop = ({ dataTransfer }) => [...dataTransfer.types].some((type) => type === "Files" || type === RESULT_TYPE);
-  const findName = (target) => target.closest?.("[data-input]")?.dataset.input ?? "image";
+  const findName = (target) => target?.closest?.("[data-input]")?.dataset.input;
   let depth = 0; // `dragenter` and `dragleave` are sent for each element
   const mark = (change) => {
     depth = change === null ? 0 : depth + change;
@@ -164,7 +174,7 @@ export function addInputListeners(changed) {
     if (!canDrop(event)) return;
     event.preventDefault();
     mark(null);
-    const { dataTransfer } = event, name = findName(event.target);
+    const { dataTransfer } = event, name = findName(event.target) ?? findDefault();
     const result = dataTransfer.getData(RESULT_TYPE);
     acceptDrop(name, result ? null : [...dataTransfer.files], result);
   });
@@ -172,7 +182,8 @@ export function addInputListeners(changed) {
     const files = [...event.clipboardData.files].filter((file) => file.type.startsWith("image/"));
     if (!files.length || document.querySelector("dialog[open]")) return;
     event.preventDefault();
-    acceptDrop(findName(document.activeElement), files);
+    const hovered = findName(document.querySelector("[data-input]:hover"));
+    acceptDrop(hovered ?? findName(document.activeElement) ?? findDefault(), files);
   });
 }
 
