@@ -21,9 +21,10 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
-demo: $(READY) ## Install the package and generate an image on the best available device
-	@echo "Generating an image (about half a minute the first time)"
+demo: $(READY) ## Install the package, generate an image and a video on the best available device
+	@echo "Generating an image (about ten seconds) and a video (about half a minute)"
 	@$(BIN)/anyaccel generate "a fox and a rocket on a light blue background" --seed 7 --force -o demo/
+	@$(BIN)/anyaccel generate "a cat bouncing" --frames 8 --seed 7 --force -o demo/cat.webp
 	@echo "Done in $$(($$(date +%s) - $(START))) s"
 
 evaluate: $(READY_TEST) ## Measure the embedded model (about an hour on two cores)

@@ -131,9 +131,9 @@ def test_a_duration_sets_the_frame_rate(call: dict[str, Any], fps: float | None)
     assert fitted.get("fps") == fps
 
 
-@pytest.mark.parametrize("call", [{"frames": 8}, {"num_frames": 17}, {"seconds": 1, "fps": 8}])
+@pytest.mark.parametrize("call", [{"frames": 7}, {"num_frames": 17}, {"seconds": 1, "fps": 7}])
 def test_other_numbers_of_frames_are_rejected(module: str, call: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=r"generates videos of 16 frames, not (8|17)") as raised:
+    with pytest.raises(UsageError, match=r"generates videos of 8 to 16 frames, not (7|17)") as raised:
         generate(PROMPT, module, **call, **CPU)
     assert "--frames 16" in raised.value.hint
 
@@ -179,12 +179,12 @@ def test_batch_rows(run: Run, module: str, result: Result) -> None:
     rows = [
         {"prompt": PROMPT, "frames": 16, "seed": 7, **FAST},
         {"prompt": "a cat growing", "seconds": 4, "seed": 7, **FAST},
-        {"prompt": "a cat growing", "frames": 8, **FAST},
+        {"prompt": "a cat growing", "frames": 7, **FAST},
     ]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     status, _, err = run("batch", "rows.jsonl", "--model", module, "--out", "out", "--device", "cpu")
     assert status == 1, err
-    assert "generates videos of 16 frames, not 8" in err
+    assert "generates videos of 8 to 16 frames, not 7" in err
     entries = {entry["row"]: entry for entry in map(json.loads, Path("out/manifest.jsonl").read_text().splitlines())}
     first, second = (Path("out") / entries[row]["path"] for row in (1, 2))
     assert (read_metadata(first)[0].fps, read_metadata(second)[0].fps) == (8, 4)

@@ -19,6 +19,7 @@ from anyaccel.errors import ModelError, UsageError
 __all__ = [
     "FRAMES",
     "LORA_FILE",
+    "MIN_FRAMES",
     "MOTIONS",
     "VIDEO_CALL_DEFAULTS",
     "VIDEO_NAME",
@@ -36,7 +37,10 @@ VIDEO_NAME = "embedded-video"
 """Model name of the embedded model with its motion module."""
 
 FRAMES = 16
-"""Frames of a training video; the motion module supports no other number."""
+"""Frames of a training video, and the largest number that the motion module supports."""
+
+MIN_FRAMES = 8
+"""Fewer frames show the first part of the motion."""
 
 VIDEO_CALL_DEFAULTS = MappingProxyType({**CALL_DEFAULTS, "num_frames": FRAMES})
 
@@ -77,9 +81,9 @@ def choose_name(name: str | os.PathLike[str] | None, call: Mapping[str, Any]) ->
 
 
 def fit_video_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call with the frame rate for the requested duration, because the number of frames is fixed.
+    """Return a call with the frame rate for the requested duration, because the number of frames is limited.
 
-    Raise UsageError if the call requests another number of frames.
+    Raise UsageError if the call requests too few or too many frames.
     """
     fitted = dict(call)
     seconds, fps = call.get("seconds"), call.get("fps")
@@ -89,9 +93,9 @@ def fit_video_call(call: Mapping[str, Any]) -> dict[str, Any]:
         fitted = {name: value for name, value in call.items() if name != "seconds"}
         fitted["fps"] = FRAMES / seconds if fps is None else fps
     for frames in requested:
-        if frames != FRAMES:
+        if not MIN_FRAMES <= frames <= FRAMES:
             raise UsageError(
-                f"the embedded model generates videos of {FRAMES} frames, not {frames}",
+                f"the embedded model generates videos of {MIN_FRAMES} to {FRAMES} frames, not {frames}",
                 hint=f"use --frames {FRAMES} (frames={FRAMES}); set the duration with --seconds or --fps alone",
             )
     return fitted

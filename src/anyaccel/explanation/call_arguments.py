@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from anyaccel.runtime.call_parameters import read_call_parameters
 from anyaccel.runtime.durations import assign_durations, find_frame_parameter
 from anyaccel.runtime.placement.memory_plan import find_sample_side
@@ -19,6 +21,7 @@ __all__ = [
     "find_frames_argument",
     "find_sampling_rate",
     "find_steps",
+    "is_prompt_only",
     "make_call",
 ]
 
@@ -154,6 +157,12 @@ def make_call(full: FullSizePipeline, size: CallSize, images: int) -> dict[str, 
     elif isinstance(call.get("prompt"), str):
         arguments["prompt"] = [call["prompt"]] * images
     return call | {name: value for name, value in arguments.items() if name in parameters} | dict(size.arguments)
+
+
+def is_prompt_only(call: dict[str, Any]) -> bool:
+    """Return whether a call has a prompt and no other input, such as an image."""
+    plain = (str, int, float, type(None), torch.Generator)
+    return isinstance(call.get("prompt"), str) and all(isinstance(value, plain) for value in call.values())
 
 
 def _resize(value: Any, size: CallSize, pipe: Any) -> Any:

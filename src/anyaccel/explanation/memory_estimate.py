@@ -22,6 +22,7 @@ from anyaccel.explanation.call_arguments import (
     find_frames_argument,
     find_sampling_rate,
     find_steps,
+    is_prompt_only,
     make_call,
 )
 from anyaccel.explanation.device_argument import DeviceTarget
@@ -45,7 +46,7 @@ from anyaccel.planning.memory import (
     predict_weights,
 )
 from anyaccel.planning.options import PlacementOptions
-from anyaccel.planning.plan import Plan, without_rank_local_choices
+from anyaccel.planning.plan import Plan, without_rank_local_choices, without_speedups
 from anyaccel.planning.speedups import choose_compile_policy
 from anyaccel.planning.time_estimate import TimeEstimate, estimate_time
 from anyaccel.planning.weight_formats import choose_weights
@@ -154,6 +155,7 @@ class MemoryEstimate:
             time=self._estimate_time(measure, rule, batch),
             limits=limits,
             loading=self._forecast_loading(forecast, rule),
+            prompt_only=is_prompt_only(self.full.recipe.call()),
             notes=(
                 *(f"{missing.name} ({missing.kind}) is not included: {missing.reason}" for missing in not_included),
                 *supported,
@@ -162,7 +164,8 @@ class MemoryEstimate:
             ),
         )
         memory: Decision[Any] = Decision(rule if rule else "does not fit", decision.reason)
-        return replace(self.plan, memory=memory, forecast=forecast)
+        plan = self.plan if rule is None or rule.residence == "resident" else without_speedups(self.plan)
+        return replace(plan, memory=memory, forecast=forecast)
 
     def _find_frame_rate(self) -> float | None:
         """Return the frame rate of the video, or None if it is unknown."""

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 from anyaccel.planning.loading_memory import LoadingForecast
-from anyaccel.planning.memory import Forecast
+from anyaccel.planning.memory import Forecast, find_fastest_option
 from anyaccel.planning.plan import Plan
 from anyaccel.planning.plan_text import describe_decisions, split_by_default
 from anyaccel.planning.time_estimate import LARGEST_RATIO, SMALLEST_RATIO, TimeEstimate
@@ -57,6 +57,7 @@ def describe_explanation(plan: Plan, model: str, width: int = 100, *, download_b
     lines += ["", "plan", *describe_decisions(changed, width)]
     lines += _wrap("defaults: " + ", ".join(name for name, _ in unchanged), width, "  ")
     lines += _draw_options(forecast, width)
+    lines += _draw_commands(plan, forecast, model, width)
     for title, entries in _list_sections(forecast):
         lines += _section(title, entries, width)
     return lines
@@ -113,12 +114,16 @@ def _describe_time(time: TimeEstimate, forecast: Forecast) -> str:
     result = {"image": "image", "video": "video", "audio": "audio clip"}[forecast.kind]
     calls = f"{forecast.images} {result}s" if forecast.images != 1 else f"one {result}"
     moved = f", plus the time to move {readable(time.moved_bytes)} of weights to the device" if time.moved_bytes else ""
+    published = f"{time.product_flops / 1e12:.0f} TFLOPS and {time.product_bytes_per_s / 1e9:.0f} GB/s"
     return (
         f"estimated time for {calls}: {_describe_seconds(time.seconds)} with {time.steps} steps, without compilation"
-        f"{moved}, from {time.flops / 1e12:.3g} TFLOP and the published {time.product_flops / 1e12:.0f} TFLOPS and "
-        f"{time.product_bytes_per_s / 1e9:.0f} GB/s; on an H200, measured times are {SMALLEST_RATIO:.2g} to "
-        f"{LARGEST_RATIO:.2g} times as long as estimated"
+        f"{moved}, from {_describe_count(time.flops / 1e12)} TFLOP and the published {published}; on an H200, measured "
+        f"times are {SMALLEST_RATIO:.2g} to {LARGEST_RATIO:.2g} times as long as estimated"
     )
+
+
+def _describe_count(count: float) -> str:
+    return f"{count:,.0f}" if count >= 1000 else f"{count:.3g}"
 
 
 def _describe_seconds(seconds: float) -> str:
@@ -154,7 +159,8 @@ def _draw_options(forecast: Forecast, width: int) -> Iterator[str]:
     """Yield a table of the memory with each format of quantized weights."""
     if not forecast.offers:
         return
-    title = "quantized weights need less memory, but change the image; to use them, add --weights FORMAT"
+    result = _name_result(forecast)
+    title = f"quantized weights need less memory, but change the {result}; to use them, add --weights FORMAT"
     yield from ("", *_wrap(title, width, ""))
     yield f"  {'':11}{'weights':>9}{'peak':>11}"
     for option in forecast.offers:
@@ -167,10 +173,42 @@ def _list_changes(plan: Plan, forecast: Forecast) -> list[str]:
         article = "an" if forecast.kind == "image" else "a"
         changes.append(f"{article} {forecast.kind} of {forecast.largest_size[0]} × {forecast.largest_size[1]}")
     quantized = next((option.name for option in forecast.offers if option.fits), None)
-    changes += [f"--weights {quantized}, which changes the image"] if quantized else []
+    changes += [f"--weights {quantized}, which changes the {_name_result(forecast)}"] if quantized else []
     if plan.dtype.value in ("float32", "float64"):
         changes.append("--dtype bfloat16, which halves the memory")
     return changes
+
+
+def _draw_commands(plan: Plan, forecast: Forecast, model: str, width: int) -> Iterator[str]:
+    """Yield the command for this call, and the one with quantized weights if they allow a faster memory mode."""
+    if not forecast.prompt_only:
+        return
+    size = f" --size {forecast.size[0]}x{forecast.size[1]}" if forecast.size else ""
+    frames = f" --frames {forecast.frames}" if forecast.frames else ""
+    command = f'anyaccel generate "PROMPT" --model {model}{size}{frames}'
+    if plan.weights.value:
+        command += f" --weights {plan.weights.value}"
+    name = find_fastest_option(forecast.offers, plan.memory.value.residence if forecast.fits else None)
+    commands = [(command, "")] if forecast.fits else []
+    commands += [
+        (f"{command} --weights {name}", f"  # {offer.memory}; changes the {_name_result(forecast)}")
+        for offer in forecast.offers
+        if offer.name == name
+    ]
+    if commands:
+        yield from ("", "to run it on this device")
+    for text, comment in commands:
+        if comment:
+            yield comment
+        yield from _join_shell_lines(_wrap(text, width - 2, "  "))
+
+
+def _join_shell_lines(lines: list[str]) -> list[str]:
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
+
+
+def _name_result(forecast: Forecast) -> str:
+    return {"image": "image", "video": "video", "audio": "audio"}[forecast.kind]
 
 
 def _section(title: str, entries: list[str], width: int) -> list[str]:

@@ -27,6 +27,7 @@ __all__ = [
     "choose_memory",
     "choose_residence",
     "describe_weights_need",
+    "find_fastest_option",
     "find_largest_batch",
     "list_residences",
     "list_rules",
@@ -126,6 +127,8 @@ class Forecast:
     notes: tuple[str, ...] = ()
     loading: LoadingForecast | None = None
     """The host memory for loading; None if the weight files are not on this machine."""
+    prompt_only: bool = False
+    """Whether a prompt is the only input of the call."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast as a JSON-compatible dict."""
@@ -151,6 +154,23 @@ class Forecast:
             "notes": list(self.notes),
             "loading": asdict(self.loading) if self.loading else None,
         }
+
+
+def find_fastest_option(offers: Iterable[QuantizationOption], residence: Residence | None) -> str | None:
+    """Return the first format of quantized weights with the fastest memory mode.
+
+    Return None if no format fits with a faster mode than `residence`, which is None if nothing fits without.
+    """
+    order = list(_RESIDENCE_TEXT)
+    ranks = {
+        option.name: next(
+            position for position, name in enumerate(order) if option.memory.startswith(_RESIDENCE_TEXT[name])
+        )
+        for option in offers
+        if option.fits
+    }
+    best = min(ranks, key=lambda name: ranks[name], default=None)
+    return None if best is None or (residence is not None and ranks[best] >= order.index(residence)) else best
 
 
 def list_residences(*, unified_memory: bool, can_offload: bool = True) -> tuple[Residence, ...]:

@@ -34,7 +34,7 @@ from anyaccel.planning.weight_formats import choose_weights
 from anyaccel.planning.weight_kernels import choose_dequantized
 from anyaccel.planning.workarounds import choose_workarounds
 
-__all__ = ["NO_MEMORY", "Plan", "make_plan", "without_rank_local_choices"]
+__all__ = ["NO_MEMORY", "Plan", "make_plan", "without_rank_local_choices", "without_speedups"]
 
 # Placing replaces it: the rule depends on the memory of the device.
 NO_MEMORY = Decision(MemoryRule(), "the image size is not known yet")
@@ -175,6 +175,15 @@ def without_rank_local_choices(plan: Plan) -> Plan:
         compile_policy=Decision(CompilePolicy("never"), RANKS_MUST_AGREE),
         capture=Decision(False, RANKS_MUST_AGREE),
     )
+
+
+def without_speedups(plan: Plan) -> Plan:
+    """Return a copy of the plan for a memory mode in which weights move: its models are neither compiled nor captured.
+
+    See `apply_speedups` in runtime/speed.
+    """
+    reason = "the weights move during the call"
+    return replace(plan, compile_policy=Decision(CompilePolicy("never"), reason), capture=Decision(False, reason))
 
 
 def _choose_check_finite(options: PlacementOptions) -> Decision[bool]:
