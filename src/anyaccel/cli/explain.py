@@ -117,6 +117,7 @@ def explain_model(
                 memory=memory,
                 parallel=parallel,
                 weights=weights,
+                listener=display,
             )
             assert plan.forecast is not None  # only plans of placed pipelines have none
             download_bytes = find_model(model, revision).missing_bytes(name for name, _ in plan.forecast.components)

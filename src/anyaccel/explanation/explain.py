@@ -22,9 +22,10 @@ from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import find_smaller_dtype
 from anyaccel.planning.facts import ComponentFacts, PipelineFacts
 from anyaccel.planning.footprint import Footprint
-from anyaccel.planning.memory import PLAIN
+from anyaccel.planning.memory import PLAIN, Forecast, MemoryRule
 from anyaccel.planning.options import PlacementOptions, check_residence, read_options
 from anyaccel.planning.plan import Plan, make_plan
+from anyaccel.progress import ProgressListener
 from anyaccel.runtime.durations import check_duration
 from anyaccel.tracing.meta_autocast import accept_meta_autocast
 from anyaccel.tracing.model_folder import ModelFolder, find_recipe
@@ -46,6 +47,7 @@ def explain(
     batch: int = 1,
     dtype: str | torch.dtype | None = None,
     revision: str | None = None,
+    listener: ProgressListener | None = None,
     **options: Any,
 ) -> Plan:
     """Return the plan for a model on a device, with the memory use in `plan.forecast`.
@@ -54,6 +56,7 @@ def explain(
     the pipeline, and so does the number of `steps`, which changes only the estimated time. `seconds` is the duration of
     audio, or that of a video instead of `frames`; `fps` is its frame rate. `device` is a name, a product, or a name
     with a memory size: `hpu`, `rtx4090`, `mps:16GiB`. Additional keyword arguments are those of `anyaccel.place`.
+    The listener is notified of each phase.
     """
     _check_is_name(model)
     batch = check_batch(batch)
@@ -73,7 +76,7 @@ def explain(
     _check_has_recipe(folder)
     # Libraries log training advice when models are built from configs and run once.
     with quiet_libraries(everything=True), accept_meta_autocast(), assume_all_nonzero():
-        return _explain(folder, target, requested, call_size, batch)
+        return _explain(folder, target, requested, call_size, batch, listener or ProgressListener())
 
 
 def trace_call(model: str, device: str, size: CallSize) -> Footprint:
@@ -110,9 +113,16 @@ def _check_has_recipe(folder: ModelFolder) -> None:
 
 
 def _explain(
-    folder: ModelFolder, target: DeviceTarget, requested: PlacementOptions, call_size: RequestedSize, batch: int
+    folder: ModelFolder,
+    target: DeviceTarget,
+    requested: PlacementOptions,
+    call_size: RequestedSize,
+    batch: int,
+    listener: ProgressListener,
 ) -> Plan:
+    listener.on_phase(f"Building {folder.pipeline} without weights")
     estimate = _make_estimate(folder, target, requested, call_size)
+    listener.on_phase(f"Tracing {folder.pipeline}")
     plan = estimate.make_plan(batch)
     # A smaller dtype is used only if the default one does not fit and the caller allows it.
     smaller = find_smaller_dtype(target.sheet, plan.dtype.value, requested)
@@ -123,7 +133,12 @@ def _explain(
         plan = replace(estimate.make_plan(batch), dtype=Decision(smaller, reason))
     if plan.forecast is None or not is_quantization_useful(plan, requested):
         return plan
-    offers, notes = list_quantization_options(lambda weights: estimate.with_weights(weights).forecast(batch))
+
+    def forecast(weights: str) -> tuple[Decision[MemoryRule | None], Forecast]:
+        listener.on_phase(f"Tracing {folder.pipeline} with {weights} weights")
+        return estimate.with_weights(weights).forecast(batch)
+
+    offers, notes = list_quantization_options(forecast)
     return replace(plan, forecast=replace(plan.forecast, offers=offers, notes=(*plan.forecast.notes, *notes)))
 
 

@@ -20,6 +20,7 @@ from anyaccel.embedded.motion import FRAMES
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.processes.gc_control import gc_paused
 from anyaccel.progress import ProgressListener
+from anyaccel.upstream.quick_imports import quick_package_lists
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -120,7 +121,7 @@ class GenerateRun(ProgressListener):
                 f'note: each word is a separate prompt ({self.total} results); quote them for one prompt: "{quoted}"'
             )
         self.display.start_phase("Starting")
-        with gc_paused():
+        with gc_paused(), quick_package_lists():
             from anyaccel.cli.generate.generation_requests import make_tasks
 
             tasks = make_tasks(options, prompts, originals)
@@ -167,7 +168,7 @@ class GenerateRun(ProgressListener):
         return task
 
     def _load(self, task: GenerateTask) -> LoadedModel:
-        with gc_paused():
+        with gc_paused(), quick_package_lists():
             from anyaccel.generation.model_loading import load_model
 
         model = task.request.model
