@@ -102,23 +102,11 @@ def explain_model(
 
             model = str(choose_name(model, {"frames": frames, "fps": fps, "seconds": seconds}))
             plan = explain(
-                model,
-                device,
-                width=width,
-                height=height,
-                frames=frames,
-                fps=fps,
-                seconds=seconds,
-                steps=steps,
-                batch=batch,
-                dtype=dtype,
-                revision=revision,
-                smallest_dtype=smallest_dtype,
-                memory=memory,
-                parallel=parallel,
-                weights=weights,
-                listener=display,
-            )
+                model, device,
+                width=width, height=height, frames=frames, fps=fps, seconds=seconds, steps=steps, batch=batch,
+                dtype=dtype, smallest_dtype=smallest_dtype, revision=revision, memory=memory, parallel=parallel,
+                weights=weights, listener=display,
+            )  # fmt: skip
             assert plan.forecast is not None  # only plans of placed pipelines have none
             download_bytes = find_model(model, revision).missing_bytes(name for name, _ in plan.forecast.components)
     finally:

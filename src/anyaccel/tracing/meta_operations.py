@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import torch
 
+from anyaccel.backends.device_type_checks import is_host
 from anyaccel.tracing.meta_layouts import Layout, find_layout
 from anyaccel.upstream.torch_internals import read_schema
 
@@ -76,7 +77,8 @@ def _skip(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
     """Return zeros instead of the result of an operation on large CPU tensors; return None if it must run."""
     if func in _ON_META and any(_is_large(value) for value in args):
         return _return_zeros(func, args, kwargs)
-    if torch.device(kwargs.get("device") or "cpu").type != "cpu":
+    target = kwargs.get("device")
+    if target is not None and not is_host(torch.device(target)):
         return None
     if func is _ATEN._to_copy.default and _is_large(args[0]):
         return make_zeros(args[0].shape, kwargs.get("dtype") or args[0].dtype)

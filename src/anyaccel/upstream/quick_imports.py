@@ -1,7 +1,7 @@
 """Faster import of diffusers 0.42 and transformers 5.22, by skipping what a process does not use.
 
 On import, both libraries list the files of all installed packages, which takes a third of a second each, and import
-peft and torch's distributed tensors even if nothing uses them.
+peft even if nothing uses it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,14 @@ _NAME = re.compile(r"^Name:\s*(\S+)", re.MULTILINE)
 
 
 def import_for_tracing() -> None:
-    """Import diffusers and transformers without peft, distributed tensors and `torch._dynamo`.
+    """Import diffusers and transformers without peft and `torch._dynamo`.
 
-    Call this only in a process that neither compiles, nor loads LoRAs, nor runs a model on several devices. Libraries
-    that are already imported do not change.
+    Call this only in a process that neither compiles nor loads LoRAs. Already imported libraries do not change.
     """
     import_dynamo_lazily()
     if "diffusers" not in sys.modules:
         sys.modules.setdefault("peft", None)  # type: ignore[arg-type]  # the libraries treat it as not installed
     with quick_package_lists():
-        import torch.distributed
-
-        if "transformers" not in sys.modules:
-            torch.distributed.is_available = lambda: False
         import diffusers  # noqa: F401
         import transformers  # noqa: F401
 
