@@ -60,7 +60,8 @@ def as_batch(scenes: list[Scene], tokenizer: Any) -> Batch:
     tokens = tokenizer(
         [s.caption for s in scenes], padding="max_length", truncation=True, return_tensors="pt"
     ).input_ids
-    return Batch(*(torch.from_numpy(array) for array in (things, boxes, recolors, colors)), tokens)
+    convert = torch.from_numpy
+    return Batch(convert(things), convert(boxes), convert(recolors), convert(colors), tokens)
 
 
 class SceneStream(torch.utils.data.IterableDataset[Batch]):

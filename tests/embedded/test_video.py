@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ PROMPT = "a rocket flying to the left"
 MIN_PSNR_DB = 28
 
 
-def pixels(frames: list[Image.Image]) -> Any:
+def pixels(frames: Sequence[Image.Image]) -> Any:
     return numpy.stack([numpy.asarray(frame) for frame in frames])
 
 
@@ -116,19 +116,25 @@ def test_revision_depends_on_the_module(module: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "fps"),
+    ("call", "fps", "frames"),
     [
-        ({"frames": FRAMES}, None),
-        ({"num_frames": FRAMES, "fps": 12}, 12),
-        ({"seconds": 4}, 4),
-        ({"seconds": 2, "fps": 8}, 8),
-        ({"fps": 10}, 10),
+        ({"frames": FRAMES}, None, FRAMES),
+        ({"num_frames": FRAMES, "fps": 12}, 12, None),
+        ({"seconds": 4}, 4, FRAMES),
+        ({"seconds": 2, "fps": 8}, 8, FRAMES),
+        ({"seconds": 1, "fps": 8}, 8, 8),
+        ({"fps": 10}, 10, None),
     ],
 )
-def test_a_duration_sets_the_frame_rate(call: dict[str, Any], fps: float | None) -> None:
+def test_a_duration_sets_the_frame_rate(call: dict[str, Any], fps: float | None, frames: int | None) -> None:
     fitted = fit_video_call(call)
     assert "seconds" not in fitted
-    assert fitted.get("fps") == fps
+    assert (fitted.get("fps"), fitted.get("frames")) == (fps, frames)
+
+
+def test_duration_of_a_video(module: str) -> None:
+    (video,) = generate(PROMPT, module, seconds=1, fps=8, **CPU).videos
+    assert (len(video), video.fps, video.seconds) == (8, 8, 1)
 
 
 @pytest.mark.parametrize("call", [{"frames": 7}, {"num_frames": 17}, {"seconds": 1, "fps": 7}])

@@ -81,7 +81,7 @@ def choose_name(name: str | os.PathLike[str] | None, call: Mapping[str, Any]) ->
 
 
 def fit_video_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call with the frame rate for the requested duration, because the number of frames is limited.
+    """Return a call with the number of frames and the frame rate for a duration; without `fps`, all frames are used.
 
     Raise UsageError if the call requests too few or too many frames.
     """
@@ -91,7 +91,7 @@ def fit_video_call(call: Mapping[str, Any]) -> dict[str, Any]:
     if seconds is not None and not requested:
         requested = [FRAMES if fps is None else max(1, round(seconds * fps))]
         fitted = {name: value for name, value in call.items() if name != "seconds"}
-        fitted["fps"] = FRAMES / seconds if fps is None else fps
+        fitted |= {"frames": requested[0], "fps": FRAMES / seconds if fps is None else fps}
     for frames in requested:
         if not MIN_FRAMES <= frames <= FRAMES:
             raise UsageError(

@@ -177,8 +177,10 @@ def test_the_duration_sets_the_frame_rate_of_the_embedded_model(videos: Live) ->
     remix = client.videos.remix(video.id, prompt="a cat shrinking")
     done = client.videos.poll(remix.id, poll_interval_ms=200)
     assert (done.status, done.num_frames, done.fps) == ("completed", 16, 4)
-    for arguments in ({"num_frames": 8}, {"num_frames": 16, "fps": 10, "seconds": "2"}, {"seconds": "1", "fps": 8}):
-        with pytest.raises(openai.BadRequestError, match=r"16 frames, not 8|either seconds or num_frames"):
+    short = client.videos.create_and_poll(poll_interval_ms=200, extra_body={**extra, "num_frames": 8}, **call)
+    assert (short.status, short.num_frames, short.fps, short.seconds) == ("completed", 8, 8, "1")
+    for arguments in ({"num_frames": 7}, {"num_frames": 16, "fps": 10, "seconds": "2"}, {"seconds": "1", "fps": 7}):
+        with pytest.raises(openai.BadRequestError, match=r"8 to 16 frames, not 7|either seconds or num_frames"):
             client.videos.create(extra_body={**extra, **arguments}, **call)
 
 

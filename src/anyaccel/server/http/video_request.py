@@ -86,14 +86,15 @@ def make_video_spec(
 def _choose_length(request: VideoRequest, facts: VideoFacts) -> tuple[int, float]:
     """Return the number of frames and the frame rate."""
     fps = request.fps or facts.fps
-    if facts.only_frames is None:
+    if facts.frame_limits is None:
         return _count_frames(request, facts, fps), fps
     if request.seconds is not None and request.num_frames is None and request.fps is None:
-        return facts.only_frames, facts.only_frames / _read_seconds(request.seconds)
+        return facts.frames, facts.frames / _read_seconds(request.seconds)
     frames = _count_frames(request, facts, fps)
-    if frames != facts.only_frames:
+    fewest, most = facts.frame_limits
+    if not fewest <= frames <= most:
         param = "num_frames" if request.seconds is None else "seconds"
-        message = f"the model generates {facts.only_frames} frames, not {frames}; set seconds or fps, not both"
+        message = f"the model generates {fewest} to {most} frames, not {frames}; use seconds or fps, not both"
         raise ApiError(400, "invalid_value", message, param=param)
     return frames, fps
 

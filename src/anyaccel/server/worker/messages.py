@@ -67,8 +67,8 @@ class VideoFacts:
     """Whether a request can set the number of frames."""
     with_audio: bool
     """Whether the videos may have an audio track."""
-    only_frames: int | None = None
-    """The only number of frames that a request can set, where a duration sets the frame rate; None for others."""
+    frame_limits: tuple[int, int] | None = None
+    """Fewest and most frames, if a duration without a frame rate sets the frame rate; None for other models."""
 
     @property
     def shortest(self) -> int:

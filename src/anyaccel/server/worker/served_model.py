@@ -12,7 +12,7 @@ from PIL import Image
 
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.embedded.model import CALL_DEFAULTS
-from anyaccel.embedded.motion import FRAMES
+from anyaccel.embedded.motion import FRAMES, MIN_FRAMES
 from anyaccel.errors import AnyaccelError, DoesNotFitError, NotFiniteError
 from anyaccel.generation.call_validation import check_size, find_default, list_parameters, map_call
 from anyaccel.generation.guider import using_guidance_scale
@@ -151,7 +151,7 @@ class ServedModel:
 
     def _read_video_facts(self, interface: PipelineInterface) -> VideoFacts:
         facts = read_video_facts(interface)
-        return replace(facts, only_frames=FRAMES) if self.loaded.model.with_motion else facts
+        return replace(facts, frame_limits=(MIN_FRAMES, FRAMES)) if self.loaded.model.with_motion else facts
 
     def _list_inputs(self, task: Task) -> tuple[str, ...]:
         with_ip_adapter = bool(self.settings.ip_adapters)
