@@ -5,8 +5,8 @@ import sys
 import numpy
 import pytest
 
-from anyaccel.errors import MissingLibraryError
-from anyaccel.media.resampling import resample
+from anyaccel.errors import MissingLibraryError, UsageError
+from anyaccel.media.resampling import convert_channels, resample
 from anyaccel.media.types import Audio
 
 
@@ -41,3 +41,14 @@ def test_without_pyav_the_error_names_both_rates(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(MissingLibraryError, match=r"16,000 to 44,100(.|\n)*PyAV") as caught:
         resample(make_tone(16_000, 1), 44_100)
     assert caught.value.hint == "pip install 'anyaccel[video]'"
+
+
+def test_mono_and_stereo() -> None:
+    mono = Audio(numpy.array([[0.5, -0.5]], numpy.float32), 8000)
+    stereo = convert_channels(mono, 2)
+    assert stereo.samples.tolist() == [[0.5, -0.5]] * 2
+    assert stereo.rate == 8000
+    assert convert_channels(stereo, 1).samples.tolist() == mono.samples.tolist()
+    assert convert_channels(stereo, 2) is stereo
+    with pytest.raises(UsageError, match="the audio has 2 channels, and the model takes 4"):
+        convert_channels(stereo, 4)

@@ -11,7 +11,7 @@ from PIL import Image
 from anyaccel.call_limits import SIDES, check_multiple
 from anyaccel.errors import UsageError, nearest
 from anyaccel.generation.inputs import INPUT_OPTIONS, assign_inputs
-from anyaccel.generation.outputs import read_sampling_rate
+from anyaccel.generation.outputs import read_audio_channels, read_sampling_rate
 from anyaccel.generation.pipeline_interface import PipelineInterface, read_interface
 from anyaccel.runtime.call_parameters import list_block_outputs, read_blocks, read_call_parameters
 from anyaccel.runtime.durations import assign_durations
@@ -55,8 +55,8 @@ def map_call(interface: PipelineInterface, call: Mapping[str, Any], *, prompt: b
     """
     pipe = interface.pipe if interface.is_loaded else None
     arguments = assign_durations(interface.name, interface.parameters, call, pipe)
-    rate = None if pipe is None else read_sampling_rate(pipe)
-    arguments = assign_inputs(interface.name, interface.parameters, interface.components, arguments, rate)
+    audio = {} if pipe is None else {"rate": read_sampling_rate(pipe), "channels": read_audio_channels(pipe)}
+    arguments = assign_inputs(interface.name, interface.parameters, interface.components, arguments, **audio)
     known = interface.arguments
     for name in arguments:
         if name not in known:

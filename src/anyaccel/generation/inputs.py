@@ -90,12 +90,13 @@ def assign_inputs(
     parameters: Collection[str],
     components: Collection[str],
     call: Mapping[str, Any],
-    sampling_rate: int | None = None,
+    rate: int | None = None,
+    channels: int | None = None,
 ) -> dict[str, Any]:
     """Return the call with each input under the pipeline's parameter for it, as the object that diffusers expects.
 
-    Audio is converted to `sampling_rate`; None leaves it unchanged. Raise UsageError if the pipeline does not take an
-    input, or fewer of them.
+    Audio is converted to `rate` samples per second and to mono or stereo; None leaves it unchanged. Raise UsageError
+    if the pipeline does not take an input, or fewer of them.
     """
     arguments: dict[str, Any] = {}
     for name, value in call.items():
@@ -106,8 +107,7 @@ def assign_inputs(
         parameter = find_parameter(name, parameters, components)
         if parameter is None:
             raise UsageError(f"{pipeline} does not take {_describe(name)}", hint=_suggest(name, parameters))
-        if sampling_rate is not None:
-            inputs = [_resample(item, sampling_rate) for item in inputs]
+        inputs = [_convert_audio(item, rate, channels) for item in inputs]
         arguments.update(_assign(pipeline, name, parameter, parameters, inputs))
     return arguments
 
@@ -150,11 +150,15 @@ def _assign(
     raise UsageError(f"{pipeline} takes one {inputs[0].kind} as {parameter}, not {len(values)}", hint=hint)
 
 
-def _resample(item: InputMedia, sampling_rate: int) -> InputMedia:
-    from anyaccel.media.resampling import resample
+def _convert_audio(item: InputMedia, rate: int | None, channels: int | None) -> InputMedia:
+    from anyaccel.media.resampling import convert_channels, resample
     from anyaccel.media.types import Audio
 
-    return replace(item, media=resample(item.media, sampling_rate)) if isinstance(item.media, Audio) else item
+    audio = item.media
+    if not isinstance(audio, Audio):
+        return item
+    audio = audio if channels is None else convert_channels(audio, channels)
+    return replace(item, media=audio if rate is None else resample(audio, rate))
 
 
 def _convert(item: InputMedia, parameter: str) -> Any:

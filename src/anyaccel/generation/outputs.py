@@ -15,7 +15,7 @@ from anyaccel.runtime.call_parameters import read_blocks
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["collect_media", "find_sampling_rate", "read_sampling_rate", "select_outputs"]
+__all__ = ["collect_media", "find_sampling_rate", "read_audio_channels", "read_sampling_rate", "select_outputs"]
 
 _USE_PYTHON = (
     "in Python, load it with anyaccel.DiffusionPipeline.from_pretrained(model), then call pipe.to(device) and pipe(…)"
@@ -154,12 +154,21 @@ def find_sampling_rate(pipe: Any) -> int:
 
 def read_sampling_rate(pipe: Any) -> int | None:
     """Return the sampling rate in the config of the model that produces the waveform, or None if there is none."""
+    return _read_audio_config(pipe, _RATE_KEYS)
+
+
+def read_audio_channels(pipe: Any) -> int | None:
+    """Return the number of audio channels in the config of the model that produces the waveform, or None."""
+    return _read_audio_config(pipe, ("audio_channels",))
+
+
+def _read_audio_config(pipe: Any, keys: tuple[str, ...]) -> int | None:
     components: Mapping[str, Any] = getattr(pipe, "components", {})
     ordered = [name for name in _AUDIO_COMPONENTS if name in components]
     for name in [*ordered, *(name for name in components if name not in ordered)]:
         config = getattr(components[name], "config", None)
-        for key in _RATE_KEYS:
-            rate = getattr(config, key, None)
-            if isinstance(rate, int | float) and rate > 0:
-                return int(rate)
+        for key in keys:
+            value = getattr(config, key, None)
+            if isinstance(value, int | float) and value > 0:
+                return int(value)
     return None

@@ -1,4 +1,4 @@
-"""Conversion of audio to another sampling rate, with PyAV."""
+"""Conversion of audio to another sampling rate, with PyAV, and between mono and stereo."""
 
 from __future__ import annotations
 
@@ -7,14 +7,31 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from anyaccel.errors import UsageError
 from anyaccel.media.libraries import require_extra
 from anyaccel.media.types import Audio
 
-__all__ = ["resample"]
+__all__ = ["convert_channels", "resample"]
 
 _Samples: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 # Silence after the audio, in samples at the lower rate; more than half of the filter.
 _PADDING = 64
+
+
+def convert_channels(audio: Audio, channels: int) -> Audio:
+    """Return mono audio in each of `channels` channels, and the mean of several channels as mono.
+
+    Raise UsageError for other conversions, such as from six channels to two.
+    """
+    found = len(audio.samples)
+    if found == channels:
+        return audio
+    if found != 1 and channels != 1:
+        raise UsageError(
+            f"the audio has {found} channels, and the model takes {channels}", hint="convert it to mono or stereo"
+        )
+    samples = audio.samples.mean(0, keepdims=True) if channels == 1 else np.repeat(audio.samples, channels, axis=0)
+    return Audio(samples, audio.rate)
 
 
 def resample(audio: Audio, rate: int) -> Audio:
