@@ -4,9 +4,9 @@ import importlib.metadata
 import subprocess
 import sys
 
-from anyaccel.upstream.quick_imports import list_packages, quick_package_lists
+from anyaccel.upstream.quick_imports import list_packages, quick_imports
 
-PROGRAM = """
+PROGRAM = r"""
 import sys
 from anyaccel.upstream.quick_imports import import_for_tracing
 
@@ -15,6 +15,11 @@ from diffusers import FluxPipeline, StableDiffusionPipeline, WanPipeline
 from diffusers.loaders.lora_base import LoraBaseMixin
 from transformers import CLIPTextModel, UMT5EncoderModel
 
+from transformers.utils.import_utils import fetch__all__
+
+assert fetch__all__("x = 1\n__all__ = ['A', 'B']\n") == ["A", "B"]
+assert fetch__all__("__all__ = [\n    'A',\n]\ny = 2\n") == ["A"]
+assert fetch__all__("# __all__ is not here") == []
 for name in ("peft.tuners", "torch.distributed.tensor", "torch._dynamo.symbolic_convert"):
     assert name not in sys.modules, name
 print("done")
@@ -30,6 +35,6 @@ def test_packages_are_those_that_python_lists() -> None:
     before = importlib.metadata.packages_distributions
     packages = {name: sorted(distributions) for name, distributions in before().items()}
     assert {name: sorted(distributions) for name, distributions in list_packages().items()} == packages
-    with quick_package_lists():
+    with quick_imports():
         assert importlib.metadata.packages_distributions() is importlib.metadata.packages_distributions()
     assert importlib.metadata.packages_distributions is before

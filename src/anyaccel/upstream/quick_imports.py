@@ -1,7 +1,8 @@
 """Faster import of diffusers 0.42 and transformers 5.22, by skipping what a process does not use.
 
 On import, both libraries list the files of all installed packages, which takes a third of a second each, and import
-peft and torch's distributed tensors even if nothing uses them.
+peft and torch's distributed tensors even if nothing uses them. transformers also searches all lines of its 1600 modules
+for the names that they export.
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ import functools
 import importlib.metadata
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
+from typing import Any
 
 from anyaccel.upstream.lazy_dynamo import import_dynamo_lazily
 
-__all__ = ["import_for_tracing", "list_packages", "quick_package_lists"]
+__all__ = ["import_for_tracing", "list_packages", "quick_imports"]
 
+_SEARCHING = "transformers.utils.import_utils"
 _LIST_PACKAGES = importlib.metadata.packages_distributions
 _NAME = re.compile(r"^Name:\s*(\S+)", re.MULTILINE)
 
@@ -30,7 +36,7 @@ def import_for_tracing() -> None:
     import_dynamo_lazily()
     if "diffusers" not in sys.modules:
         sys.modules.setdefault("peft", None)  # type: ignore[arg-type]  # the libraries treat it as not installed
-    with quick_package_lists():
+    with quick_imports():
         import torch.distributed
 
         if "transformers" not in sys.modules:
@@ -40,13 +46,42 @@ def import_for_tracing() -> None:
 
 
 @contextmanager
-def quick_package_lists() -> Iterator[None]:
-    """Inside the `with` block, list the installed packages once, and without reading the type of each file."""
+def quick_imports() -> Iterator[None]:
+    """Inside the `with` block, list the installed packages once, and find exported names without splitting lines."""
+    finder = _SearchFinder()
+    sys.meta_path.insert(0, finder)
     importlib.metadata.packages_distributions = list_packages  # type: ignore[assignment]
     try:
         yield
     finally:
         importlib.metadata.packages_distributions = _LIST_PACKAGES
+        sys.meta_path.remove(finder)
+
+
+class _SearchFinder(MetaPathFinder):
+    """Finder that replaces a function of transformers when its module is imported."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the spec of the module with another loader; return None for all other modules."""
+        spec = PathFinder.find_spec(name, path, target) if name == _SEARCHING else None
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            spec.loader = _SearchLoader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _SearchLoader(SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the module, then make its search for exported names faster."""
+        super().exec_module(module)
+        search: Any = getattr(module, "fetch__all__", None)
+        if search is not None:
+            vars(module)["fetch__all__"] = functools.partial(_search_end, search)
+
+
+def _search_end(search: Callable[[str], list[str]], content: str) -> list[str]:
+    """Return the names that a module exports, from the part of its file that begins with them."""
+    start = content.rfind("\n__all__") + 1
+    return search(content[start:]) if start or content.startswith("__all__") else []
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from anyaccel.cli.terminal_media import show_media
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.processes.gc_control import gc_paused
 from anyaccel.progress import ProgressListener
-from anyaccel.upstream.quick_imports import quick_package_lists
+from anyaccel.upstream.quick_imports import quick_imports
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -119,7 +119,7 @@ class GenerateRun(ProgressListener):
                 f'note: each word is a separate prompt ({self.total} results); quote them for one prompt: "{quoted}"'
             )
         self.display.start_phase("Starting")
-        with gc_paused(), quick_package_lists():
+        with gc_paused(), quick_imports():
             from anyaccel.cli.generate.generation_requests import make_tasks
 
             tasks = make_tasks(options, prompts, originals)
@@ -161,7 +161,7 @@ class GenerateRun(ProgressListener):
         return task
 
     def _load(self, task: GenerateTask) -> LoadedModel:
-        with gc_paused(), quick_package_lists():
+        with gc_paused(), quick_imports():
             from anyaccel.generation.model_loading import load_model
 
         model = task.request.model
