@@ -15,7 +15,7 @@ from diffusers import FluxPipeline, StableDiffusionPipeline, WanPipeline
 from diffusers.loaders.lora_base import LoraBaseMixin
 from transformers import CLIPTextModel, UMT5EncoderModel
 
-for name in ("peft.tuners", "torch.distributed.tensor", "torch._dynamo.symbolic_convert"):
+for name in ("peft.tuners", "torch._dynamo.symbolic_convert"):
     assert name not in sys.modules, name
 print("done")
 """

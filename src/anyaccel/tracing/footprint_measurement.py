@@ -173,7 +173,10 @@ def _switch(component: Any, enable: str, disable: str, on: bool, enabled: set[st
     # diffusers stores the state as `use_slicing` and `use_tiling`.
     is_on = bool(getattr(component, enable.replace("enable", "use"), False))
     if callable(method) and (is_on is not on) and (on or enable in enabled):
-        method()
+        try:
+            method()
+        except NotImplementedError:  # of diffusers, for autoencoders without tiling, such as that of LTX-2's audio
+            return
         enabled.add(enable)
 
 
