@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import anyaccel
+from anyaccel.embedded.model import find_embedded_model
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.explanation.text import describe_explanation
 from anyaccel.planning.memory import Forecast
@@ -97,11 +98,11 @@ def test_mochi_uses_autocast(tmp_path: Path) -> None:
 
 def test_frames_of_an_image_raise() -> None:
     with pytest.raises(UsageError, match="no argument for the number of frames"):
-        anyaccel.explain("embedded", "h200", frames=5)
+        anyaccel.explain(find_embedded_model(), "h200", frames=5)
     with pytest.raises(UsageError, match="the number of frames must be an integer"):
         anyaccel.explain(WAN, "h200", frames=0)
     with pytest.raises(UsageError, match="no argument for the duration"):
-        anyaccel.explain("embedded", "h200", seconds=5)
+        anyaccel.explain(find_embedded_model(), "h200", seconds=5)
     with pytest.raises(UsageError, match="the duration must be a positive number of seconds, not -1"):
         anyaccel.explain(WAN, "h200", seconds=-1)
     with pytest.raises(UsageError, match="--seconds and --frames cannot be combined"):

@@ -63,13 +63,13 @@ def make_video_spec(
     # Not the size of the input image: photos are much larger than videos.
     width, height = find_size(request, facts, limits, None)
     frames, fps = _choose_length(request, facts.video)
-    _check_length(width, height, frames, limits)
     output_format = request.output_format or "mp4"
     try:
         check_frame_rate(SUFFIXES[output_format], fps)
     except UsageError as error:
         param = "fps" if request.seconds is None or request.fps is not None else "seconds"
         raise ApiError(400, "invalid_value", f"{error.message}; {error.hint}", param=param) from error
+    _check_length(width, height, frames, limits)
     return JobSpec(
         seeds=(choose_seed(request),),
         width=width,
