@@ -129,6 +129,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         require_tool(tool)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Make a test fail if it starts a virtual device in the pytest process, where all later tests would have it."""
+    activation = sys.modules.get("anyaccel.emulator.activation")
+    if activation is not None and activation._STARTED and "virtual device" not in REPORTED:
+        REPORTED.add("virtual device")
+        pytest.fail("the test started a virtual device in the pytest process: use a fork", pytrace=False)
+
+
+REPORTED: set[str] = set()
+"""Faults that are reported only for the test that causes them."""
+
+
 class SharedCache:
     """Cache of named values that all pytest-xdist workers of a run share.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ALL_SHEETS, SOURCE
+from tests.source_trees import parse
 
 NAMES = {name for sheet in ALL_SHEETS for name in (sheet.name, sheet.torch_name)}
 
@@ -62,7 +63,7 @@ def list_files() -> list[Path]:
 
 def test_no_code_decides_by_device_name() -> None:
     decisions = {
-        str(path.relative_to(SOURCE)): [ast.unparse(node) for node in find_decisions(ast.parse(path.read_text()))]
+        str(path.relative_to(SOURCE)): [ast.unparse(node) for node in find_decisions(parse(path.read_text()))]
         for path in list_files()
     }
     assert [name for name in EXCEPTIONS if not decisions[name]] == [], "remove exceptions that are no longer needed"
@@ -103,7 +104,7 @@ def drop_allowed(name: str, codes: list[str]) -> list[str]:
     ],
 )
 def test_check_finds_decisions(code: str) -> None:
-    assert list(find_decisions(ast.parse(code)))
+    assert list(find_decisions(parse(code)))
 
 
 @pytest.mark.parametrize(
@@ -118,4 +119,4 @@ def test_check_finds_decisions(code: str) -> None:
     ],
 )
 def test_check_ignores_other_code(code: str) -> None:
-    assert not list(find_decisions(ast.parse(code)))
+    assert not list(find_decisions(parse(code)))

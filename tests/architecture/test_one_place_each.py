@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tests.source_trees import parse
+
 SOURCE = Path(__file__).parents[2] / "src" / "anyaccel"
 SILENCED = ("accelerate", "diffusers", "huggingface_hub", "ray", "transformers")
 OWNERS = {
@@ -27,7 +29,7 @@ def list_nodes() -> list[tuple[str, ast.AST]]:
     return [
         (path.relative_to(SOURCE).as_posix(), node)
         for path in sorted(SOURCE.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parse(path.read_text()))
     ]
 
 
@@ -130,4 +132,4 @@ def test_rules_find_offending_code() -> None:
         (is_step_override, "vars(scheduler)['step'] = own"),
         (is_step_override, "del scheduler.step"),
     ):
-        assert any(rule(node) for node in ast.walk(ast.parse(code))), code
+        assert any(rule(node) for node in ast.walk(parse(code))), code

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conftest import SOURCE
+from tests.source_trees import parse
 
 STARTING: dict[str, set[str] | None] = {
     "subprocess": None,
@@ -27,7 +28,7 @@ EXCEPTIONS = {
 
 def find_starts(code: str) -> Iterator[str]:
     """Yield the dotted names in a module that start a process."""
-    for node in ast.walk(ast.parse(code)):
+    for node in ast.walk(parse(code)):
         if isinstance(node, ast.ImportFrom) and node.module:
             used = [(node.module, alias.name) for alias in node.names]
         elif isinstance(node, ast.Attribute):

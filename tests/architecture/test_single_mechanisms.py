@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 from tests.conftest import SOURCE
+from tests.source_trees import parse
 
 GC_MODULE = Path("processes/gc_control.py")
 STORAGE = Path("storage")
@@ -23,7 +24,7 @@ ONE_ARGUMENT_RENAMES = {"rename", "replace"}
 
 def find_calls(source: str) -> list[str]:
     """List calls as `module.function`, resolved through imports. A path that is renamed is listed as `Path.rename`."""
-    tree = ast.parse(source)
+    tree = parse(source)
     imported = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -72,7 +73,7 @@ def test_commands_write_files_atomically() -> None:
     offenders = [
         path.name
         for path in sorted((SOURCE / "cli").rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in ("write_text", "write_bytes")
     ]
     assert offenders == [], "use storage/atomic_write.py"

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.conftest import ALL_SHEETS, ROOT, SOURCE
+from tests.source_trees import parse
 
 FILES = {str(path.relative_to(SOURCE)): path for path in sorted(SOURCE.rglob("*.py"))}
 OUR_FOLDERS = (".ci", "benchmarks", "docs", "examples", "src", "tests", "tools", "training")
@@ -30,7 +31,7 @@ def find_too_long(text: str) -> list[str]:
     """Return the file length and the functions that exceed the limits."""
     lines = len(text.splitlines())
     found = [f"{lines} lines"] if lines > LONGEST_FILE else []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             found += [f"{node.name} has {length} lines"] if length > LONGEST_FUNCTION else []

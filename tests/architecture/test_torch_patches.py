@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conftest import SOURCE
+from tests.source_trees import parse
 
 PATCH_MODULE = "emulator/torch_patch_registry.py"
 SETTINGS = ("torch.backends.", "torch._inductor.config.", "torch._dynamo.config.")
@@ -67,7 +68,7 @@ def test_only_one_module_patches_torch() -> None:
         f"{path.relative_to(SOURCE)}: {code}"
         for path in sorted(SOURCE.rglob("*.py"))
         if str(path.relative_to(SOURCE)) != PATCH_MODULE
-        for code in find_replacements(ast.parse(path.read_text()))
+        for code in find_replacements(parse(path.read_text()))
     }
     assert not offenders, "add an entry to PATCHES and use apply_patch"
 
@@ -88,7 +89,7 @@ def test_only_one_module_patches_torch() -> None:
     ],
 )
 def test_check_finds_replacements(code: str) -> None:
-    assert list(find_replacements(ast.parse(code)))
+    assert list(find_replacements(parse(code)))
 
 
 @pytest.mark.parametrize(
@@ -102,4 +103,4 @@ def test_check_finds_replacements(code: str) -> None:
     ],
 )
 def test_check_ignores_other_code(code: str) -> None:
-    assert not list(find_replacements(ast.parse(code)))
+    assert not list(find_replacements(parse(code)))

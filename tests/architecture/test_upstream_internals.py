@@ -15,6 +15,7 @@ import pytest
 
 from anyaccel.emulator.torch_patch_registry import PATCHES
 from tests.conftest import SOURCE
+from tests.source_trees import parse
 
 ALLOWED = ("upstream/", "emulator/torch_patch_registry.py", "library_logging.py")
 """`library_logging.py` contains the texts of log messages that it drops; tests/upstream covers them."""
@@ -48,7 +49,7 @@ def is_private(name: object) -> bool:
 
 @functools.cache
 def list_trees() -> dict[str, ast.Module]:
-    return {path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+    return {path.relative_to(SOURCE).as_posix(): parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
 
 
 def find_members(tree: ast.AST) -> Iterator[str]:
@@ -174,7 +175,7 @@ def test_private_names_are_used_only_in_upstream() -> None:
     ],
 )
 def test_check_finds_private_names(line: str) -> None:
-    assert list(find_private(ast.parse(line)))
+    assert list(find_private(parse(line)))
 
 
 @pytest.mark.parametrize(
@@ -193,4 +194,4 @@ def test_check_finds_private_names(line: str) -> None:
     ],
 )
 def test_check_ignores_other_code(line: str) -> None:
-    assert not list(find_private(ast.parse(line), frozenset({"_ours"})))
+    assert not list(find_private(parse(line), frozenset({"_ours"})))

@@ -9,6 +9,7 @@ from anyaccel.backends.claim import Quirk
 from anyaccel.backends.quirks import KNOWN_QUIRKS
 from anyaccel.errors import UsageError
 from tests.conftest import ALL_SHEETS, SOURCE
+from tests.source_trees import parse
 
 CONSTANTS = {name: value for name, value in vars(quirks).items() if name.isupper() and isinstance(value, str)}
 CONSUMERS = [path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] != "backends"]
@@ -33,9 +34,7 @@ def test_every_known_quirk_is_a_constant_and_on_a_sheet() -> None:
 
 
 def test_code_reacts_to_every_known_quirk() -> None:
-    used = {
-        node.id for path in CONSUMERS for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)
-    }
+    used = {node.id for path in CONSUMERS for node in ast.walk(parse(path.read_text())) if isinstance(node, ast.Name)}
     assert set(CONSTANTS) - used == set()
 
 
@@ -44,7 +43,7 @@ def test_code_uses_constants_for_quirk_names() -> None:
     literals = {
         f"{path.relative_to(SOURCE)}: {node.value}"
         for path in CONSUMERS
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parse(path.read_text()))
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and node.value.removeprefix("quirks.") in names

@@ -14,7 +14,7 @@ from anyaccel.generation.media_format import read_metadata
 from anyaccel.generation.model_loading import release_model
 from anyaccel.processes.forked_call import call_in_fork
 from tests.cli.generate.documented_commands import adapt_command, make_inputs, read_commands
-from tests.conftest import NEEDS_RECIPES
+from tests.conftest import NEEDS_RECIPES, run_in_fork
 
 pytestmark = [NEEDS_RECIPES, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -32,6 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capfd: Any, arguments: list[str]) -> tuple[int, str, str]:
+    if any(argument.startswith("virtual:") for argument in arguments):
+        done = run_in_fork(main, ["anyaccel", *arguments], {})  # a process cannot stop its virtual device
+        return done.returncode, done.stdout, done.stderr
     monkeypatch.setattr(sys, "argv", ["anyaccel", *arguments])
     with pytest.raises(SystemExit) as caught:
         main()
