@@ -92,7 +92,7 @@ INSTALL := $(BIN)/python -m pip install -qq --no-compile --constraint constraint
 # Installs packages and shows every few seconds how far it is; pip shows only downloads, and unpacking torch takes longer.
 PROGRESS_S := 10
 comma := ,
-install = $(INSTALL) $(1) & pip=$$!; s=0; while kill -0 $$pip 2>/dev/null; do sleep 1; s=$$((s + 1)); \
+install = $(INSTALL) $(1) & pip=$$!; trap 'kill $$pip 2>/dev/null' EXIT; trap 'exit 130' INT TERM; s=0; while kill -0 $$pip 2>/dev/null; do sleep 1; s=$$((s + 1)); \
   [ $$((s % $(PROGRESS_S))) -ne 0 ] || echo "  $$s s, $$(du -sm $(VENV) | cut -f 1) MB in $(VENV)"; done; wait $$pip
 
 $(READY): pyproject.toml constraints.txt

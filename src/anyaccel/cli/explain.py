@@ -120,7 +120,7 @@ def explain_model(
 def _check_counts(batch: int, frames: int | None) -> None:
     check_batch(batch, hint="for example --batch 1")
     if frames is not None:
-        check_frames(frames, hint="for example --frames 81")
+        check_frames(frames, hint="for example --frames 16")
 
 
 def _print_explanation(plan: Plan, model: str, download_bytes: int | None, *, as_json: bool) -> None:

@@ -1,7 +1,7 @@
 """Motion module of the embedded model, which generates videos: its location, call arguments and motion words.
 
 The folder `motion` contains a diffusers `MotionAdapter` and a LoRA file for the UNet and the text encoder, both written
-by `python -m training motion`. This version of anyaccel does not include the folder.
+by `python -m training motion`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,11 @@ def fit_video_call(call: Mapping[str, Any]) -> dict[str, Any]:
         requested = [FRAMES if fps is None else max(1, round(seconds * fps))]
         fitted = {name: value for name, value in call.items() if name != "seconds"}
         fitted |= {"frames": requested[0], "fps": FRAMES / seconds if fps is None else fps}
+    if len(requested) > 1 and requested[0] != requested[1]:
+        raise UsageError("frames and num_frames cannot be combined", hint="pass one of them")
     for frames in requested:
+        if not isinstance(frames, int) or isinstance(frames, bool):
+            raise UsageError(f"the number of frames must be an integer, not {frames!r}", hint=f"use {FRAMES}")
         if not MIN_FRAMES <= frames <= FRAMES:
             raise UsageError(
                 f"the embedded model generates videos of {MIN_FRAMES} to {FRAMES} frames, not {frames}",

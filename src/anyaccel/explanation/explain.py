@@ -10,7 +10,7 @@ import torch
 
 from anyaccel.backends.device_functions import dtype_name
 from anyaccel.call_limits import check_batch, check_side, check_steps
-from anyaccel.embedded.motion import choose_name
+from anyaccel.embedded.motion import VIDEO_NAME, choose_name, fit_video_call
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.explanation.call_arguments import CallSize, RequestedSize
 from anyaccel.explanation.device_argument import DeviceTarget, find_device_target
@@ -65,6 +65,8 @@ def explain(
     )
     durations = {"frames": frames, "fps": fps, "seconds": seconds}
     model = choose_name(model, durations) or model
+    if model == VIDEO_NAME:
+        fit_video_call(durations)
     checked = {name: value if value is None else check_duration(name, value) for name, value in durations.items()}
     call_size = RequestedSize(width, height, **checked, steps=steps if steps is None else check_steps(steps))
     dtypes = {"dtype": dtype, "smallest_dtype": options.pop("smallest_dtype", None)}

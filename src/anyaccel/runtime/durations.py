@@ -41,7 +41,7 @@ _FAMILY_RATES: Mapping[str, float] = {
 def check_duration(name: str, value: Any) -> Any:
     """Return a frame count, a frame rate or a number of seconds; raise UsageError if it is out of range."""
     if name == "frames":
-        return check_frames(value, hint="for example --frames 81 (frames=81)")
+        return check_frames(value, hint="for example --frames 16 (frames=16)")
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 3600:
         subject = "the frame rate" if name == "fps" else "the duration"
         unit = "frames per second" if name == "fps" else "seconds"

@@ -8,7 +8,7 @@ from typing import Any
 
 from anyaccel.backends.device import find_device, read_device
 from anyaccel.cli.generate.options import Options
-from anyaccel.embedded.motion import choose_name
+from anyaccel.embedded.motion import VIDEO_NAME, choose_name
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.generation.call_values import convert_settings, parse_settings
 from anyaccel.generation.input_files import read_inputs
@@ -78,6 +78,8 @@ def _regenerate(options: Options, original: MediaMetadata) -> GenerateTask:
     """Return the task that regenerates an image, on the original device type if it is available."""
     call, additions = options.read_call(), options.read_additions()
     replaced = {*call, *additions, *(_LENGTHS if set(call) & set(_LENGTHS) else ())}
+    if "seconds" in call and original.model == VIDEO_NAME:
+        replaced.add("fps")  # it follows from the duration, because the number of frames is limited
     recorded = original.arguments(replaced=replaced)
     model = options.model if options.model is not None else original.model
     settings = _read_settings(options, resolve_model(choose_name(model, recorded | call))) if options.settings else {}

@@ -13,6 +13,7 @@ from anyaccel.cluster.batch.manifest import OutputFolder
 from anyaccel.cluster.batch.rows import BatchRow, read_rows
 from anyaccel.cluster.batch.runner import BatchRun, BatchSummary
 from anyaccel.cluster.device_slots import DeviceSlots, check_workers, find_device_slots, share_threads, slots_from_name
+from anyaccel.embedded.motion import VIDEO_NAME, choose_name, fit_video_call
 from anyaccel.errors import UsageError
 from anyaccel.progress import ProgressListener
 
@@ -64,8 +65,6 @@ def run_batch(job: BatchJob, listener: ProgressListener) -> BatchSummary:
 
 def _choose_model(name: str | None, rows: Sequence[BatchRow]) -> str | None:
     """Return the model name for the rows: the embedded model uses its motion module if they are videos."""
-    from anyaccel.embedded.motion import choose_name
-
     chosen = {choose_name(name, row.call): row for row in rows}
     if len(chosen) > 1:
         image = next(row for model, row in chosen.items() if model == name)
@@ -73,7 +72,17 @@ def _choose_model(name: str | None, rows: Sequence[BatchRow]) -> str | None:
             f"line {image.number} is an image, and other lines are videos",
             hint="write images and videos of the embedded model to separate files, or add frames to this line",
         )
+    if next(iter(chosen)) == VIDEO_NAME:
+        for row in rows:
+            _check_frames(row)
     return str(next(iter(chosen))) if None not in chosen else None
+
+
+def _check_frames(row: BatchRow) -> None:
+    try:
+        fit_video_call(row.call)
+    except UsageError as error:
+        raise UsageError(f"line {row.number}: {error.message}", hint=error.hint) from error
 
 
 def _create_pool(job: BatchJob) -> tuple[WorkerPool, Sequence[WorkerSettings], DeviceSlots]:
