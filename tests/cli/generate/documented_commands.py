@@ -101,6 +101,7 @@ def adapt_command(command: str, folder: Path) -> list[str]:
     common = shlex.split("--dtype float32" if "--device" in arguments else "--device cpu --dtype float32")
     common += [] if "--seed" in arguments else ["--seed", "7"]
     if "--model" not in arguments:  # the embedded model
+        common += ["--steps", "1"] if "--frames" in arguments else []
         return [str(folder / item) if item == "prompts.txt" else item for item in arguments] + common
     recipe = MODELS[arguments[arguments.index("--model") + 1]]
     call = recipes()[recipe].call()
