@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ def train(
     torch.backends.cudnn.benchmark = True
     things, glyphs, tokenizer = load_data(data)
     composer = Composer(glyphs, torch.device(device))
-    sizes = {"batch": batch} if batch else {}
+    sizes: dict[str, Any] = {"batch": batch} if batch else {}
     budget = 60 * autoencoder_minutes
     autoencoder, done = train_autoencoder(things, composer, tokenizer, out, budget, deadline, workers, **sizes)
     if not done:

@@ -20,6 +20,7 @@ from anyaccel.planning.time_estimate import TimeEstimate, count_work
 from anyaccel.recipes import recipes
 from tests.conftest import ROOT
 
+LIBRARY: Any = diffusers
 RESULT = ROOT / "benchmarks" / "results" / "time_estimate_cuda.json"
 
 
@@ -61,9 +62,9 @@ def test_time_scales_with_steps_and_throughput() -> None:
 @pytest.mark.parametrize(
     ("scheduler", "loops"),
     [
-        (diffusers.EulerDiscreteScheduler(), 20),
-        (diffusers.PNDMScheduler(skip_prk_steps=True), 21),
-        (diffusers.HeunDiscreteScheduler(), 39),
+        (LIBRARY.EulerDiscreteScheduler(), 20),
+        (LIBRARY.PNDMScheduler(skip_prk_steps=True), 21),
+        (LIBRARY.HeunDiscreteScheduler(), 39),
     ],
 )
 def test_some_schedulers_call_the_denoiser_more_often(scheduler: Any, loops: int, tmp_path: Path) -> None:

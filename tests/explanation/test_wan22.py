@@ -43,7 +43,7 @@ def count_transformer_parameters() -> int:
     block += count_linear(WIDTH, HIDDEN) + count_linear(HIDDEN, WIDTH)
     time = count_linear(CONFIG["freq_dim"], WIDTH) + count_linear(WIDTH, WIDTH) + count_linear(WIDTH, 6 * WIDTH)
     text = count_linear(TEXT_WIDTH, WIDTH) + count_linear(WIDTH, WIDTH)
-    return LAYERS * block + time + text + count_linear(PATCH, WIDTH) + count_linear(WIDTH, PATCH) + 2 * WIDTH
+    return int(LAYERS * block + time + text + count_linear(PATCH, WIDTH) + count_linear(WIDTH, PATCH) + 2 * WIDTH)
 
 
 def count_encoder_parameters() -> int:
@@ -72,7 +72,7 @@ def count_held_bytes(tokens: int) -> int:
     In half precision: the block's input, the hidden states after attention, the attention's output, the normalized
     hidden states and the feed-forward's output. In float32: the hidden states, the output, and its product with a gate.
     """
-    return tokens * WIDTH * (5 * 2 + 3 * 4)
+    return int(tokens * WIDTH * (5 * 2 + 3 * 4))
 
 
 def count_frame_bytes(width: int, height: int) -> int:

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from anyaccel.upstream.lazy_dynamo import import_dynamo_lazily
 
@@ -28,7 +29,8 @@ def import_for_tracing() -> None:
     """
     import_dynamo_lazily()
     if "diffusers" not in sys.modules:
-        sys.modules.setdefault("peft", None)  # type: ignore[arg-type]  # the libraries treat it as not installed
+        modules: dict[str, Any] = sys.modules
+        modules.setdefault("peft", None)  # the libraries treat it as not installed
     with quick_package_lists():
         import diffusers  # noqa: F401
         import transformers  # noqa: F401
@@ -37,7 +39,7 @@ def import_for_tracing() -> None:
 @contextmanager
 def quick_package_lists() -> Iterator[None]:
     """Inside the `with` block, list the installed packages once, and without reading the type of each file."""
-    importlib.metadata.packages_distributions = list_packages  # type: ignore[assignment]
+    importlib.metadata.packages_distributions = list_packages
     try:
         yield
     finally:
