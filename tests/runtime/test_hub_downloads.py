@@ -41,7 +41,7 @@ for line in sys.stdin:
         os.dup2(os.open(messages, os.O_WRONLY | os.O_CREAT), 2)
         with open(answer, "w") as file:
             json.dump(load(cache), file)
-        os._exit(0)
+        sys.exit()  # the end of the process closes the progress bars
     print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
 Load = Callable[[], tuple[dict[str, Any], str]]
