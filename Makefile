@@ -22,7 +22,7 @@ help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 demo: $(READY) ## Install the package, generate an image and a video on the best available device
-	@echo "Generating an image (about ten seconds) and a video (about half a minute)"
+	@echo "Generating an image and a video (about half a minute in total)"
 	@$(BIN)/anyaccel generate "a fox and a rocket on a light blue background" --seed 7 --force -o demo/
 	@$(BIN)/anyaccel generate "a cat bouncing" --frames 8 --seed 7 --force -o demo/cat.webp
 	@echo "Done in $$(($$(date +%s) - $(START))) s"
