@@ -80,7 +80,7 @@ def test_unknown_frame_rate_has_a_note(run: Run) -> None:
         ("stable-diffusion", ["x", "--image", "none.png"], "none.png of --image does not exist", "path"),
         ("stable-diffusion", ["x", "--image", "text.png"], "text.png", ".png or .webp file"),
         ("stable-diffusion", ["x", "--strength", "2"], "the strength must be from 0 to 1", "--strength 0.6"),
-        ("stable-diffusion", ["x", "--frames", "0"], "number of frames must be an integer from 1", "--frames 81"),
+        ("stable-diffusion", ["x", "--frames", "0"], "number of frames must be an integer from 1", "--frames 16"),
         ("stable-diffusion", ["x", "--fps", "nan"], "the frame rate must be a positive number", "--fps 24"),
         ("stable-diffusion", ["x", "--seconds", "1", "--frames", "3"], "cannot be combined", "one of them"),
         ("stable-diffusion", ["x", "--set", "guidance_scale=3"], "with its own option", "use --guidance"),
